@@ -32,9 +32,11 @@ from paceline.model_names import ModelNotFoundError
 from paceline.state import StateError, StateStore, WorkerRecord, WorkerRegistration, open_store
 from paceline.telemetry import logs
 from paceline.telemetry.metrics_exporter import serve_metrics
+from paceline.telemetry.tracing import Tracing
 from paceline.tls import Certificates
 from paceline.wire.grpc_server import GrpcServer, PortInUseError, Register
 from paceline_services.tls_options import add_tls_options, service_certificates
+from paceline_services.tracing_options import add_tracing_options, open_tracing
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class Worker:
 
 
 BuildWorker: TypeAlias = Callable[
-    [argparse.Namespace, ModelProcess, StateStore, Certificates | None], AbstractAsyncContextManager[Worker]
+    [argparse.Namespace, ModelProcess, StateStore, Certificates | None, Tracing], AbstractAsyncContextManager[Worker]
 ]
 """Builds a worker around a model process that is ready, and closes it at the end of the context."""
 
@@ -86,6 +88,7 @@ async def serve_worker(
     """
     tls = service_certificates(options)
     async with AsyncExitStack() as stack:
+        tracing = stack.enter_context(open_tracing(kind, options.worker_id, options.otlp_traces_endpoint))
         process = await stack.enter_async_context(model_process(module, _without_paths(options), python))
         store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
         stopped = asyncio.ensure_future(stop.wait())
@@ -93,7 +96,7 @@ async def serve_worker(
         if not process.ready.done():
             return
         stopped.cancel()
-        worker = await stack.enter_async_context(build(options, process, store, tls))
+        worker = await stack.enter_async_context(build(options, process, store, tls, tracing))
         server = GrpcServer(options.host, options.port, tls=tls, peer=worker.peer, receive_bytes=worker.receive_bytes)
         stack.enter_context(metrics_endpoint(worker.metrics, options, server))
         server.add(worker.register, worker.servicer, worker.service)
@@ -163,6 +166,7 @@ def worker_parser(kind: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there; 0: any")
+    add_tracing_options(parser)
     add_tls_options(parser)
     return parser
 

@@ -35,6 +35,11 @@ def share(part: str, whole: str) -> str:
     return f"{part} / {whole}"
 
 
+def quantiles(metric: str, legend: str = "") -> dict[str, str]:
+    """The median and the 99th percentile, by legend."""
+    return {f"{legend} {name}".strip(): quantile(share, metric) for name, share in (("median", 0.5), ("99 %", 0.99))}
+
+
 VERIFICATIONS = rate("paceline_spec_decode_num_drafts_total")
 ACCEPTED = rate("paceline_spec_decode_num_accepted_tokens_total")
 POSITIONS = rate("paceline_spec_decode_num_accepted_tokens_per_pos_total", by="position")
@@ -42,27 +47,39 @@ POSITIONS = rate("paceline_spec_decode_num_accepted_tokens_per_pos_total", by="p
 ROWS: dict[str, list[Panel]] = {
     "What clients see": [
         Panel("Answers", "reqps", {"{{endpoint}} {{status}}": rate("paceline_requests_total", by="endpoint, status")}),
-        Panel(
-            "Time to first token",
-            "s",
-            {
-                "median": quantile(0.5, "paceline_time_to_first_token_seconds"),
-                "99 %": quantile(0.99, "paceline_time_to_first_token_seconds"),
-            },
-        ),
-        Panel(
-            "Time between tokens",
-            "s",
-            {
-                "median": quantile(0.5, "paceline_inter_token_latency_seconds"),
-                "99 %": quantile(0.99, "paceline_inter_token_latency_seconds"),
-            },
-        ),
+        Panel("Time to first token", "s", quantiles("paceline_time_to_first_token_seconds")),
+        Panel("Time between tokens", "s", quantiles("paceline_inter_token_latency_seconds")),
         Panel(
             "Tokens per second",
             "none",
             {"output": rate("paceline_generation_tokens_total"), "prompt": rate("paceline_prompt_tokens_total")},
         ),
+    ],
+    "Requests": [
+        Panel(
+            "Phases at targets",
+            "s",
+            {
+                **quantiles("paceline_request_queue_time_seconds", "queue"),
+                **quantiles("paceline_request_prefill_time_seconds", "prefill"),
+                **quantiles("paceline_request_decode_time_seconds", "decode"),
+            },
+        ),
+        Panel(
+            "Prompt tokens found in prefix caches",
+            "percentunit",
+            {"found": share(rate("paceline_prefix_cache_hits_total"), rate("paceline_prefix_cache_queries_total"))},
+        ),
+        Panel(
+            "Tokens of a request",
+            "none",
+            {
+                **quantiles("paceline_request_prompt_tokens", "prompt"),
+                **quantiles("paceline_request_generation_tokens", "output"),
+                **quantiles("paceline_request_params_max_tokens", "max_tokens"),
+            },
+        ),
+        Panel("Choices for a prompt", "none", quantiles("paceline_request_params_n")),
     ],
     "Speculation": [
         Panel("Acceptance length, without bonus", "none", {"accepted": share(ACCEPTED, VERIFICATIONS)}),
@@ -99,14 +116,7 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
         Panel("KV slots in use", "percentunit", {"{{pod}}": "paceline_kv_cache_usage_perc{$its}"}),
-        Panel(
-            "Step",
-            "s",
-            {
-                "median": quantile(0.5, "paceline_step_seconds"),
-                "99 %": quantile(0.99, "paceline_step_seconds"),
-            },
-        ),
+        Panel("Step", "s", quantiles("paceline_step_seconds")),
         Panel(
             "Preemptions and replays per second",
             "none",
@@ -120,14 +130,7 @@ ROWS: dict[str, list[Panel]] = {
     "Drafts": [
         Panel("Requests drafted for", "none", {"{{pod}}": "paceline_draft_open_requests{$its}"}),
         Panel("One round of drafting", "s", {"99 %": quantile(0.99, "paceline_draft_round_seconds")}),
-        Panel(
-            "Round trip to drafts, without their own time",
-            "s",
-            {
-                "median": quantile(0.5, "paceline_draft_link_round_trip_seconds"),
-                "99 %": quantile(0.99, "paceline_draft_link_round_trip_seconds"),
-            },
-        ),
+        Panel("Round trip to drafts, without their own time", "s", quantiles("paceline_draft_link_round_trip_seconds")),
         Panel(
             "Bytes on links to drafts",
             "Bps",

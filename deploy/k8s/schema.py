@@ -102,6 +102,7 @@ SHAPES: dict[str, Schema] = {
     "moreModels": {"type": "array", "items": {**closed({"path": TEXT, "servedName": TEXT}), "required": ["path"]}},
     "aliases": NAMED_TEXTS,
     "monitoringNamespaces": TEXTS,
+    "otlpEndpoint": {"type": "string", "pattern": "^(https?://[^/].*)?$"},
     "logLevel": one_of(*LEVELS),
     "toolCallParser": one_of(AUTO, NONE, *TOOL_FORMATS),
     "reasoningParser": one_of(AUTO, NONE, *REASONING_FORMATS),

@@ -64,6 +64,7 @@ def serve(
     vllm_options: VllmSettings = None,
     tool_call_parser: Annotated[str, typer.Option(help="How the model writes tool calls; auto: by template.")] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="How the model marks reasoning; auto: by template.")] = "auto",
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP collector.")] = None,
     *,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
     config: Config = None,
@@ -90,6 +91,7 @@ def serve(
         (vllm_options or VllmOptions()) if engine is EngineName.VLLM else None,
         tool_call_parser,
         reasoning_parser,
+        otlp_traces_endpoint,
     )
     with start_errors():
         code = command.serve(deployment.plan_deployment(options), redis_url)

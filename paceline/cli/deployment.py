@@ -79,6 +79,8 @@ class Deployment:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     """How the model writes tool calls and reasoning; auto: as its chat template shows."""
+    otlp_traces_endpoint: str | None = None
+    """The collector for all services' traces; None: as their environment says."""
 
     @property
     def target_cores(self) -> list[int]:
@@ -101,12 +103,16 @@ class Deployment:
     def _names(self) -> tuple[str, ...]:
         return ("--model", self.model, "--served-model-name", self.served_model_name)
 
+    @property
+    def _traces(self) -> tuple[str, ...]:
+        return () if self.otlp_traces_endpoint is None else ("--otlp-traces-endpoint", self.otlp_traces_endpoint)
+
     def _gateway(self, redis_url: str) -> Program:
         address = ("--host", self.host, "--port", str(self.port), "--grpc-port", str(self.grpc_port))
         keys = () if self.api_keys is None else ("--api-keys", str(self.api_keys))
         parsers = ("--tool-call-parser", self.tool_call_parser, "--reasoning-parser", self.reasoning_parser)
-        options = (*self._names, *address, "--redis-url", redis_url, *keys, *parsers, "--drain-s", str(DRAIN_S))
-        return _service("gateway", "gateway", *options, drain_s=DRAIN_S)
+        options = (*self._names, *address, "--redis-url", redis_url, *keys, *parsers, *self._traces)
+        return _service("gateway", "gateway", *options, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
 
     def _target(self, redis_url: str, index: int, worker_id: str) -> list[Program]:
         device, size = self.engine.device, self.engine.tensor_parallel_size
@@ -157,6 +163,7 @@ class Deployment:
             *("--redis-url", redis_url, "--worker-id", worker_id),
             *("--speculative-config", self.speculation.model_dump_json()),
             *("--engine-config", engine.model_copy(update=rank_0_only).model_dump_json()),
+            *self._traces,
             *options,
             drain_s=drain_s,
         )
@@ -188,6 +195,7 @@ class DeploymentOptions:
     vllm: VllmOptions | None = None
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
+    otlp_traces_endpoint: str | None = None
 
 
 def plan_deployment(options: DeploymentOptions) -> Deployment:
@@ -224,6 +232,7 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         vllm=options.vllm,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
     )
 
 

@@ -46,6 +46,8 @@ class GenerationRequest:
     """The scheduler alternates between the groups of a client: the choices of one API request. "": its own group."""
     priority: int = 0
     """Of two requests of one client, the one with the lower number starts first."""
+    trace_parent: str = ""
+    """The span above those of this request, see `paceline.telemetry.tracing`. "": the request is not traced."""
     session: str = ""
     """The conversation that the request belongs to; "": none."""
     target_labels: frozenset[str] = frozenset()
@@ -69,6 +71,11 @@ class GenerationRequest:
     def tokens(self) -> list[int]:
         """The prompt and the committed output."""
         return [*self.prompt, *self.committed]
+
+
+def choices_of(requests: Sequence[GenerationRequest]) -> int:
+    """Completions for each prompt, of the completions of one API request."""
+    return 1 + max(request.choice for request in requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,18 @@ class Timings:
     queue_s: float = 0.0
     compute_s: float = 0.0
     total_s: float = 0.0
+    prefill_s: float = 0.0
+    """From the first row to the first token; 0 before there is one."""
+
+    @property
+    def inference_s(self) -> float:
+        """From the first row to the end."""
+        return max(0.0, self.total_s - self.queue_s)
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the end."""
+        return max(0.0, self.inference_s - self.prefill_s) if self.prefill_s else 0.0
 
 
 def reduce_slots(message: Any) -> tuple[type[Any], tuple[object, ...]]:

@@ -39,6 +39,8 @@ class Opening:
     """The link of the request, in a draft worker with several. The draft loop sets it; it is not sent."""
     cache_salt: str = ""
     """What a speculator learns from this request may serve only requests with the same salt."""
+    trace_parent: str = ""
+    """The target's span of the request; for services, not for speculators."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,4 +102,5 @@ class DraftedRequest:
             strategy,
             min_path_probability,
             cache_salt=self.submission.cache_salt,
+            trace_parent=self.submission.trace_parent,
         )

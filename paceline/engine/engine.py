@@ -25,7 +25,6 @@ from paceline.core.messages import (
     LogProbs,
     PromptLogProbs,
     SpeculationStats,
-    Timings,
 )
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
@@ -262,12 +261,10 @@ class Engine:
 
     def _finish(self, request: Request, delta: Delta, *, cached: bool = True) -> None:
         """End a request and complete its final delta. `cached`: its computed blocks stay in the cache."""
-        now, times = self._clock(), request.times
         stopped = delta.finish_reason is FinishReason.STOP and request.is_stop_token(request.tokens[-1])
         delta.stop_token = request.tokens[-1] if stopped else None
         delta.usage = request.usage()
-        queued = (now if times.started is None else times.started) - times.arrived
-        delta.timings = Timings(queued, times.compute_s, now - times.arrived)
+        delta.timings = request.times.timings(self._clock())
         self._remove(request, cached=cached)
 
     def _remove(self, request: Request, *, cached: bool = True) -> None:
@@ -381,6 +378,8 @@ class Engine:
         request.tokens += tokens
         request.history.extend(tokens)
         request.tree.commit(tokens)
+        if request.times.first_token is None:
+            request.times.first_token = self._clock()
         delta = Delta(
             request.id,
             tokens,

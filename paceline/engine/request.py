@@ -8,25 +8,16 @@ target draw.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from paceline.core.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, Usage
 from paceline.core.policy.calibration import Calibration
 from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
 from paceline.engine.drafted_request import DraftedRequest
+from paceline.engine.request_times import RequestTimes
 from paceline.engine.slot_pool import BLOCK_SIZE, Block, SlotPool
 from paceline.grammar.grammar_state import GrammarState
 from paceline.model.rows import SlotTable
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """By the engine's clock, in seconds."""
-
-    arrived: float
-    started: float | None = None
-    compute_s: float = 0.0
 
 
 class Request(DraftedRequest):

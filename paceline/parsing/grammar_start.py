@@ -24,10 +24,10 @@ def grammar_start(
 ) -> GrammarStart:
     """Where the grammar of an answer to this rendered prompt begins.
 
-    `continued`: the text that the answer continues, if there is one. It has all reasoning that is to come, or its
-    beginning. `calls`: the grammar forces calls, see `forced_call_grammar`. Where the prompt leaves it open, the answer's
-    first token decides. A marker that may be written in several ways cannot be waited for: then the grammar begins at
-    once.
+    `calls`: the grammar forces calls, see `forced_call_grammar`. `continued`: the text that the answer continues, if
+    there is one; it has all reasoning that is to come, or its beginning. Where the prompt leaves it open, the first
+    token of the answer decides. A marker that may be written in several ways cannot be waited for: then the grammar
+    begins at once.
     """
     reasoning = form.reasoning
     if reasoning is None or (calls and form.tools is not None and form.tools.reads_reasoning):

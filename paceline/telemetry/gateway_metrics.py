@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +18,8 @@ from paceline.telemetry.key_metrics import KeyMetrics
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 480.0)
+TOKENS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
+CHOICES = (1, 2, 5, 10, 20)
 
 BreakerStateSource = Callable[[], Mapping[tuple[str, str], int]]
 """Returns the states of circuit breakers by kind and name of worker: 0 closed, 1 half-open, 2 open."""
@@ -55,12 +57,32 @@ class GatewayMetrics:
             model,
             vllm=True,
         )
+        self.output_token_s = make.histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of a request that has two or more",
+            TOKEN_SECONDS,
+            model,
+            vllm=True,
+        )
         self.finished = make.counter(
             "request_success", "Requests that finished", [*model, "finished_reason"], vllm=True
         )
         self.prompt = make.counter("prompt_tokens", "Prompt tokens", model, vllm=True)
         self.cached = make.counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache", model)
         self.generation = make.counter("generation_tokens", "Output tokens", model, vllm=True)
+        self.request_prompt = make.histogram(
+            "request_prompt_tokens", "Prompt tokens of a request", TOKENS, model, vllm=True
+        )
+        self.request_generation = make.histogram(
+            "request_generation_tokens", "Output tokens of a request", TOKENS, model, vllm=True
+        )
+        self.max_tokens = make.histogram(
+            "request_params_max_tokens", "Most output tokens that a request may have", TOKENS, model, vllm=True
+        )
+        self._longest = make.histogram(
+            "request_max_num_generation_tokens", "Output tokens of a prompt's longest choice", TOKENS, model, vllm=True
+        )
+        self._choices = make.histogram("request_params_n", "Choices for a prompt", CHOICES, model, vllm=True)
         self._queued = make.gauge("requests_queued", "Requests without a first token, as far as known here", model)
         self._targets = make.gauge("targets_up", "Targets that this gateway reaches and that accept requests", model)
         self._rejections = make.counter("rejections", "Requests rejected", [*model, "reason"])
@@ -76,6 +98,11 @@ class GatewayMetrics:
     def count_response(self, endpoint: str, status: int | str) -> None:
         """`endpoint`: the route, not the path, because their number is bounded. `status`: HTTP's or gRPC's."""
         self._responses.labels(endpoint, str(status)).inc()
+
+    def observe_choices(self, model: str, output_tokens: Sequence[int]) -> None:
+        """All choices for one prompt have finished, with so many tokens each."""
+        self._choices.labels(model).observe(len(output_tokens))
+        self._longest.labels(model).observe(max(output_tokens))
 
     def rejected(self, model: str, reason: str) -> None:
         """`reason`: one of those in docs/metrics.md, such as `queue`."""
@@ -119,6 +146,7 @@ class RequestMetrics:
         self._model = model
         self._clock = clock
         self._arrived = clock()
+        self._first_token = 0.0
         self._last_token: float | None = None
 
     def tokens(self, count: int) -> None:
@@ -127,6 +155,7 @@ class RequestMetrics:
         if not count:
             return
         if self._last_token is None:
+            self._first_token = now
             self._metrics.first_token_s.labels(self._model).observe(now - self._arrived)
         else:
             each_s = (now - self._last_token) / count
@@ -148,11 +177,17 @@ class RequestMetrics:
         """The new target may draw other tokens than the lost target would have drawn."""
         self._metrics.replays_other_numerics.labels(self._model).inc()
 
-    def finished(self, reason: FinishReason, usage: Usage) -> None:
+    def finished(self, reason: FinishReason, usage: Usage, max_tokens: int) -> None:
         """Not called for a request that ends with an error, which is no success."""
         metrics, model = self._metrics, self._model
         metrics.finished.labels(model, reason.value).inc()
         metrics.request_s.labels(model).observe(self._clock() - self._arrived)
+        if self._last_token is not None and usage.completion_tokens > 1:
+            each_s = (self._last_token - self._first_token) / (usage.completion_tokens - 1)
+            metrics.output_token_s.labels(model).observe(each_s)
+        metrics.request_prompt.labels(model).observe(usage.prompt_tokens)
+        metrics.request_generation.labels(model).observe(usage.completion_tokens)
+        metrics.max_tokens.labels(model).observe(max_tokens)
         metrics.prompt.labels(model).inc(usage.prompt_tokens)
         metrics.cached.labels(model).inc(usage.cached_tokens)
         metrics.generation.labels(model).inc(usage.completion_tokens)

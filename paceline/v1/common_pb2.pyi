@@ -115,14 +115,16 @@ class Tensor(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_s", "compute_s", "total_s")
+    __slots__ = ("queue_s", "compute_s", "total_s", "prefill_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     compute_s: float
     total_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., total_s: _Optional[float] = ...) -> None: ...
+    prefill_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
     __slots__ = ("drafted_tokens", "accepted_tokens", "verifications", "drafted_by_depth", "accepted_by_depth", "steps", "drafts", "strategy", "lossy", "drafter_invariant")

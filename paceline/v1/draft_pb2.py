@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/draft.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x1d\n\x1b\x44raftServiceDescribeRequest\"\xa5\x01\n\x1c\x44raftServiceDescribeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x1b\n\x13hidden_state_layers\x18\x05 \x03(\r\x12\x16\n\x0eposition_limit\x18\x06 \x01(\r\"\xf7\x07\n\nDraftFrame\x12+\n\x05opens\x18\x01 \x03(\x0b\x32\x1c.paceline.v1.DraftFrame.Open\x12\x31\n\x08\x63ontexts\x18\x02 \x03(\x0b\x32\x1f.paceline.v1.DraftFrame.Context\x12/\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x1e.paceline.v1.DraftFrame.Commit\x12-\n\x06\x63loses\x18\x04 \x03(\x0b\x32\x1d.paceline.v1.DraftFrame.Close\x12-\n\x06limits\x18\x05 \x03(\x0b\x32\x1d.paceline.v1.DraftFrame.Limit\x1a\xdf\x01\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x10\n\x08strategy\x18\x07 \x01(\t\x12\x1e\n\x16least_path_probability\x18\x08 \x01(\x02\x12\x12\n\ncache_salt\x18\t \x01(\t\x1a`\n\x07\x43ontext\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12*\n\rhidden_states\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Tensor\x1a\x84\x01\n\x06\x43ommit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12*\n\rhidden_states\x18\x05 \x01(\x0b\x32\x13.paceline.v1.Tensor\x1a\x61\n\x05Limit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x11\n\tmax_nodes\x18\x03 \x01(\r\x12\x1e\n\x16least_path_probability\x18\x04 \x01(\x02\x1aP\n\x05\x43lose\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x33\n\x06reason\x18\x02 \x01(\x0e\x32#.paceline.v1.DraftFrame.CloseReason\"z\n\x0b\x43loseReason\x12\x1c\n\x18\x43LOSE_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43LOSE_REASON_FINISHED\x10\x01\x12\x1a\n\x16\x43LOSE_REASON_CANCELLED\x10\x02\x12\x16\n\x12\x43LOSE_REASON_MOVED\x10\x03\"0\n\x08\x44raftLaw\x12\x13\n\x0btoken_steps\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\"\xdf\x02\n\x0bGrowthFrame\x12\x30\n\x07growths\x18\x01 \x03(\x0b\x32\x1f.paceline.v1.GrowthFrame.Growth\x12\x31\n\x07\x64ropped\x18\x02 \x03(\x0b\x32 .paceline.v1.GrowthFrame.Dropped\x12\x0f\n\x07\x61pplied\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\r\x12\x12\n\ncompute_us\x18\x05 \x01(\r\x1a\x84\x01\n\x06Growth\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12\x15\n\rfirst_node_id\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\x0c\x12)\n\ndraft_laws\x18\x05 \x03(\x0b\x32\x15.paceline.v1.DraftLaw\x1a-\n\x07\x44ropped\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xae\x01\n\x0c\x44raftService\x12_\n\x08\x44\x65scribe\x12(.paceline.v1.DraftServiceDescribeRequest\x1a).paceline.v1.DraftServiceDescribeResponse\x12=\n\x04Grow\x12\x17.paceline.v1.DraftFrame\x1a\x18.paceline.v1.GrowthFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/draft.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x1d\n\x1b\x44raftServiceDescribeRequest\"\xa5\x01\n\x1c\x44raftServiceDescribeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x1b\n\x13hidden_state_layers\x18\x05 \x03(\r\x12\x16\n\x0eposition_limit\x18\x06 \x01(\r\"\x8d\x08\n\nDraftFrame\x12+\n\x05opens\x18\x01 \x03(\x0b\x32\x1c.paceline.v1.DraftFrame.Open\x12\x31\n\x08\x63ontexts\x18\x02 \x03(\x0b\x32\x1f.paceline.v1.DraftFrame.Context\x12/\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x1e.paceline.v1.DraftFrame.Commit\x12-\n\x06\x63loses\x18\x04 \x03(\x0b\x32\x1d.paceline.v1.DraftFrame.Close\x12-\n\x06limits\x18\x05 \x03(\x0b\x32\x1d.paceline.v1.DraftFrame.Limit\x1a\xf5\x01\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x10\n\x08strategy\x18\x07 \x01(\t\x12\x1e\n\x16least_path_probability\x18\x08 \x01(\x02\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x14\n\x0ctrace_parent\x18\n \x01(\t\x1a`\n\x07\x43ontext\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12*\n\rhidden_states\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Tensor\x1a\x84\x01\n\x06\x43ommit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12*\n\rhidden_states\x18\x05 \x01(\x0b\x32\x13.paceline.v1.Tensor\x1a\x61\n\x05Limit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\tmax_depth\x18\x02 \x01(\r\x12\x11\n\tmax_nodes\x18\x03 \x01(\r\x12\x1e\n\x16least_path_probability\x18\x04 \x01(\x02\x1aP\n\x05\x43lose\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x33\n\x06reason\x18\x02 \x01(\x0e\x32#.paceline.v1.DraftFrame.CloseReason\"z\n\x0b\x43loseReason\x12\x1c\n\x18\x43LOSE_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43LOSE_REASON_FINISHED\x10\x01\x12\x1a\n\x16\x43LOSE_REASON_CANCELLED\x10\x02\x12\x16\n\x12\x43LOSE_REASON_MOVED\x10\x03\"0\n\x08\x44raftLaw\x12\x13\n\x0btoken_steps\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\"\xdf\x02\n\x0bGrowthFrame\x12\x30\n\x07growths\x18\x01 \x03(\x0b\x32\x1f.paceline.v1.GrowthFrame.Growth\x12\x31\n\x07\x64ropped\x18\x02 \x03(\x0b\x32 .paceline.v1.GrowthFrame.Dropped\x12\x0f\n\x07\x61pplied\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\r\x12\x12\n\ncompute_us\x18\x05 \x01(\r\x1a\x84\x01\n\x06Growth\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rbase_position\x18\x02 \x01(\r\x12\x15\n\rfirst_node_id\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\x0c\x12)\n\ndraft_laws\x18\x05 \x03(\x0b\x32\x15.paceline.v1.DraftLaw\x1a-\n\x07\x44ropped\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xae\x01\n\x0c\x44raftService\x12_\n\x08\x44\x65scribe\x12(.paceline.v1.DraftServiceDescribeRequest\x1a).paceline.v1.DraftServiceDescribeResponse\x12=\n\x04Grow\x12\x17.paceline.v1.DraftFrame\x1a\x18.paceline.v1.GrowthFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTSERVICEDESCRIBERESPONSE']._serialized_start=98
   _globals['_DRAFTSERVICEDESCRIBERESPONSE']._serialized_end=263
   _globals['_DRAFTFRAME']._serialized_start=266
-  _globals['_DRAFTFRAME']._serialized_end=1281
+  _globals['_DRAFTFRAME']._serialized_end=1303
   _globals['_DRAFTFRAME_OPEN']._serialized_start=520
-  _globals['_DRAFTFRAME_OPEN']._serialized_end=743
-  _globals['_DRAFTFRAME_CONTEXT']._serialized_start=745
-  _globals['_DRAFTFRAME_CONTEXT']._serialized_end=841
-  _globals['_DRAFTFRAME_COMMIT']._serialized_start=844
-  _globals['_DRAFTFRAME_COMMIT']._serialized_end=976
-  _globals['_DRAFTFRAME_LIMIT']._serialized_start=978
-  _globals['_DRAFTFRAME_LIMIT']._serialized_end=1075
-  _globals['_DRAFTFRAME_CLOSE']._serialized_start=1077
-  _globals['_DRAFTFRAME_CLOSE']._serialized_end=1157
-  _globals['_DRAFTFRAME_CLOSEREASON']._serialized_start=1159
-  _globals['_DRAFTFRAME_CLOSEREASON']._serialized_end=1281
-  _globals['_DRAFTLAW']._serialized_start=1283
-  _globals['_DRAFTLAW']._serialized_end=1331
-  _globals['_GROWTHFRAME']._serialized_start=1334
-  _globals['_GROWTHFRAME']._serialized_end=1685
-  _globals['_GROWTHFRAME_GROWTH']._serialized_start=1506
-  _globals['_GROWTHFRAME_GROWTH']._serialized_end=1638
-  _globals['_GROWTHFRAME_DROPPED']._serialized_start=1640
-  _globals['_GROWTHFRAME_DROPPED']._serialized_end=1685
-  _globals['_DRAFTSERVICE']._serialized_start=1688
-  _globals['_DRAFTSERVICE']._serialized_end=1862
+  _globals['_DRAFTFRAME_OPEN']._serialized_end=765
+  _globals['_DRAFTFRAME_CONTEXT']._serialized_start=767
+  _globals['_DRAFTFRAME_CONTEXT']._serialized_end=863
+  _globals['_DRAFTFRAME_COMMIT']._serialized_start=866
+  _globals['_DRAFTFRAME_COMMIT']._serialized_end=998
+  _globals['_DRAFTFRAME_LIMIT']._serialized_start=1000
+  _globals['_DRAFTFRAME_LIMIT']._serialized_end=1097
+  _globals['_DRAFTFRAME_CLOSE']._serialized_start=1099
+  _globals['_DRAFTFRAME_CLOSE']._serialized_end=1179
+  _globals['_DRAFTFRAME_CLOSEREASON']._serialized_start=1181
+  _globals['_DRAFTFRAME_CLOSEREASON']._serialized_end=1303
+  _globals['_DRAFTLAW']._serialized_start=1305
+  _globals['_DRAFTLAW']._serialized_end=1353
+  _globals['_GROWTHFRAME']._serialized_start=1356
+  _globals['_GROWTHFRAME']._serialized_end=1707
+  _globals['_GROWTHFRAME_GROWTH']._serialized_start=1528
+  _globals['_GROWTHFRAME_GROWTH']._serialized_end=1660
+  _globals['_GROWTHFRAME_DROPPED']._serialized_start=1662
+  _globals['_GROWTHFRAME_DROPPED']._serialized_end=1707
+  _globals['_DRAFTSERVICE']._serialized_start=1710
+  _globals['_DRAFTSERVICE']._serialized_end=1884
 # @@protoc_insertion_point(module_scope)

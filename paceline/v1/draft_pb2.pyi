@@ -41,7 +41,7 @@ class DraftFrame(_message.Message):
     CLOSE_REASON_CANCELLED: DraftFrame.CloseReason
     CLOSE_REASON_MOVED: DraftFrame.CloseReason
     class Open(_message.Message):
-        __slots__ = ("request_id", "token_ids", "output_tokens", "sampling", "max_depth", "max_nodes", "strategy", "least_path_probability", "cache_salt")
+        __slots__ = ("request_id", "token_ids", "output_tokens", "sampling", "max_depth", "max_nodes", "strategy", "least_path_probability", "cache_salt", "trace_parent")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class DraftFrame(_message.Message):
         STRATEGY_FIELD_NUMBER: _ClassVar[int]
         LEAST_PATH_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
         CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+        TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
         request_id: int
         token_ids: _containers.RepeatedScalarFieldContainer[int]
         output_tokens: int
@@ -60,7 +61,8 @@ class DraftFrame(_message.Message):
         strategy: str
         least_path_probability: float
         cache_salt: str
-        def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ..., strategy: _Optional[str] = ..., least_path_probability: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+        trace_parent: str
+        def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ..., strategy: _Optional[str] = ..., least_path_probability: _Optional[float] = ..., cache_salt: _Optional[str] = ..., trace_parent: _Optional[str] = ...) -> None: ...
     class Context(_message.Message):
         __slots__ = ("request_id", "base_position", "hidden_states")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -72,7 +72,8 @@ class InferenceServiceServicer:
         retry-after says when to retry. UNAUTHENTICATED: the gateway requires an API key, as `authorization: Bearer KEY` in
         the metadata of each call.
 
-        Calls with the same x-session-id in their metadata belong to one conversation, and go to the same target.
+        Calls with the same x-session-id in their metadata belong to one conversation, and go to the same target. A
+        traceparent (W3C) makes the gateway's span of the call a child of the client's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,10 +36,10 @@ from paceline.core.messages import (
     LogProbs,
     PromptLogProbs,
     SpeculationStats,
-    Timings,
     Usage,
 )
 from paceline.engine.engine_messages import EngineInfo
+from paceline.engine.request_times import RequestTimes
 from paceline.grammar.lark import PREAMBLE
 from paceline.target_features import all_features
 from paceline.telemetry.step_stats import StepStats
@@ -84,15 +84,13 @@ class _Running:
     submission: GenerationRequest
     id: str
     """vLLM's own."""
-    arrived: float
+    times: RequestTimes
     replayed: int
     """Committed tokens that vLLM still has to draw again."""
     output_tokens: int
     cached_tokens: int = 0
     draws: bool = False
     """Whether it has drawn a token here."""
-    started: float | None = None
-    compute_s: float = 0.0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def usage(self) -> Usage:
@@ -183,8 +181,9 @@ class VllmEngine:
         rows, drafted = self._scheduler.take_scheduled()
         for request in self._requests.values():
             if request.id in rows:
-                request.started = start if request.started is None else request.started
-                request.compute_s += seconds
+                times = request.times
+                times.started = start if times.started is None else times.started
+                times.compute_s += seconds
         total, drawn = SpeculationStats(), 0
         for output in outputs:
             request = self._requests[output.request_id]
@@ -231,7 +230,7 @@ class VllmEngine:
         )
         salt = {"cache_salt": submission.cache_salt} if submission.cache_salt else {}
         name = self._engine.add_request(submission.request_id, {"prompt_token_ids": prompt, **salt}, params)
-        return _Running(submission, name, self._clock(), len(again), len(committed))
+        return _Running(submission, name, RequestTimes(self._clock()), len(again), len(committed))
 
     def _delta(
         self, request: _Running, output: RequestOutput, drafts: Sequence[int], total: SpeculationStats
@@ -258,6 +257,8 @@ class VllmEngine:
             tokens, reason = [], FinishReason.LENGTH
         new = tokens[start:]
         request.output_tokens += len(new)
+        if new and request.times.first_token is None:
+            request.times.first_token = self._clock()
         prompt_log_probs = _prompt_log_probs(output.prompt_logprobs, request.submission)
         if not new and reason is None and not prompt_log_probs:
             return []
@@ -284,10 +285,8 @@ class VllmEngine:
 
     def _finish(self, request: _Running, delta: Delta) -> None:
         """Complete a final delta, and forget the request."""
-        now = self._clock()
         delta.usage, delta.speculation = request.usage(), request.stats.snapshot()
-        queued = (now if request.started is None else request.started) - request.arrived
-        delta.timings = Timings(queued, request.compute_s, now - request.arrived)
+        delta.timings = request.times.timings(self._clock())
         del self._requests[request.submission.request_id]
 
     def _record_step(

@@ -19,6 +19,8 @@ FINISH_REASONS = {
 }
 MAX_CACHE_SALT_BYTES = 64
 """Longest cache salt between services, in bytes of UTF-8: gateways send digests."""
+MAX_TRACE_PARENT = 55
+"""Length of a W3C traceparent of version 00."""
 _FINISH_REASON_BY_NUMBER = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
@@ -42,6 +44,13 @@ def decode_salt(salt: str) -> str:
     return salt
 
 
+def decode_trace_parent(trace_parent: str) -> str:
+    """Other texts than W3C's are left to tracing, which ignores them."""
+    if len(trace_parent) > MAX_TRACE_PARENT:
+        raise WireError(f"trace_parent: longer than {MAX_TRACE_PARENT} characters")
+    return trace_parent
+
+
 def encode_finish_reason(reason: FinishReason | None) -> pb.FinishReason:
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else FINISH_REASONS[reason]
 
@@ -58,11 +67,16 @@ def decode_finish_reason(number: pb.FinishReason) -> FinishReason | None:
 
 def encode_timings(timings: Timings) -> pb.Timings:
     # In every delta, so written out: several times as fast as `encode_fields`.
-    return pb.Timings(queue_s=timings.queue_s, compute_s=timings.compute_s, total_s=timings.total_s)
+    return pb.Timings(
+        queue_s=timings.queue_s,
+        compute_s=timings.compute_s,
+        total_s=timings.total_s,
+        prefill_s=timings.prefill_s,
+    )
 
 
 def decode_timings(message: pb.Timings) -> Timings:
-    return Timings(message.queue_s, message.compute_s, message.total_s)
+    return Timings(message.queue_s, message.compute_s, message.total_s, message.prefill_s)
 
 
 def encode_stats(stats: SpeculationStats) -> pb.SpeculationStats:

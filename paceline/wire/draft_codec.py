@@ -20,7 +20,7 @@ from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire import node_codec
-from paceline.wire.common_codec import decode_salt, decode_sampling, encode_sampling
+from paceline.wire.common_codec import decode_salt, decode_sampling, decode_trace_parent, encode_sampling
 from paceline.wire.field_codec import decode_fields, encode_fields
 from paceline.wire.link_errors import WireError
 from paceline.wire.tensor_codec import decode_tensor, encode_tensor
@@ -245,6 +245,7 @@ def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
         tokens=list(message.token_ids),
         sampling=decode_sampling(message.sampling),
         cache_salt=decode_salt(message.cache_salt),
+        trace_parent=decode_trace_parent(message.trace_parent),
     )
 
 

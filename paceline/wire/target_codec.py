@@ -20,6 +20,7 @@ from paceline.wire.common_codec import (
     decode_salt,
     decode_sampling,
     decode_timings,
+    decode_trace_parent,
     encode_finish_reason,
     encode_sampling,
     encode_stats,
@@ -59,6 +60,7 @@ def decode_submission(message: pb.SubmitFrame.Submit) -> GenerationRequest:
         sampling=decode_sampling(message.sampling),
         speculative=decode_fields(SpeculativeOptions, message.speculative),
         cache_salt=decode_salt(message.cache_salt),
+        trace_parent=decode_trace_parent(message.trace_parent),
     )
 
 

@@ -20,6 +20,7 @@ from paceline.ipc.model_process import ModelProcess
 from paceline.state import StateStore, WorkerRecord, WorkerRegistration
 from paceline.telemetry import logs
 from paceline.telemetry.draft_metrics import DraftMetrics
+from paceline.telemetry.tracing import Tracing
 from paceline.tls import Certificates
 from paceline.v1 import draft_pb2
 from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
@@ -58,14 +59,14 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def draft_worker(
-    options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None
+    options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None, tracing: Tracing
 ) -> AsyncIterator[Worker]:
     """Connect servicer and metrics to the speculator."""
     facts = process.ready.result()
     assert isinstance(facts, SpeculatorFacts)
     registry = CollectorRegistry()
     metrics = DraftMetrics(registry, facts.method)
-    servicer = DraftServicer(options.worker_id, facts, process.connection.send)
+    servicer = DraftServicer(options.worker_id, facts, process.connection.send, tracing)
     metrics.set_gauge_sources(lambda: servicer.open_requests, lambda: servicer.target_links)
 
     def on_rounds(rounds: DraftRounds) -> None:

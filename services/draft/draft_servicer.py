@@ -18,6 +18,7 @@ from paceline.drafting.draft_loop import (
     SpeculatorFacts,
 )
 from paceline.drafting.speculator import Commit, Context, Opening
+from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
 from paceline.wire.bidi_stream import serve_bidi_stream
@@ -25,17 +26,19 @@ from paceline.wire.channels import GROWTH_FRAME_BYTES
 from paceline.wire.draft_codec import decode_draft_frame, encode_draft_description, encode_growth_frame
 from paceline.wire.link_errors import Congested, Draining, WireError
 from paceline.wire.outbox import Outbox
+from paceline_services.draft.draft_spans import DraftSpans
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SendToLoop: TypeAlias = Callable[[LinkEvents | LinkClosed], None]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    def __init__(self, worker_id: str, facts: SpeculatorFacts, send: SendToLoop) -> None:
+    def __init__(self, worker_id: str, facts: SpeculatorFacts, send: SendToLoop, tracing: Tracing = NO_TRACING) -> None:
         """`send` passes a message to the draft loop."""
         self._worker_id = worker_id
         self._facts = facts
         self._send = send
+        self._tracing = tracing
         self._numbers = itertools.count(1)
         self._links: dict[int, _TargetLink] = {}
         self._draining = False
@@ -61,7 +64,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if self._draining:
             raise Draining("this draft worker drains")
         number = next(self._numbers)
-        link = _TargetLink(number, self._facts, self._send)
+        spans = DraftSpans(self._tracing, self._worker_id, self._facts) if self._tracing else None
+        link = _TargetLink(number, self._facts, self._send, spans)
         self._links[number] = link
         try:
             async with aclosing(serve_bidi_stream(incoming, link.receive, link.outbox)) as frames:
@@ -70,6 +74,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         finally:
             del self._links[number]
             self._send(LinkClosed(number))
+            if spans is not None:
+                spans.close()
 
     def send_growth(self, updates: Sequence[tuple[int, DraftUpdate]]) -> None:
         """Send each update of a round on its link, given by number."""
@@ -87,13 +93,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class _TargetLink:
     """The stream of one target."""
 
-    def __init__(self, number: int, facts: SpeculatorFacts, send: SendToLoop) -> None:
+    def __init__(self, number: int, facts: SpeculatorFacts, send: SendToLoop, spans: DraftSpans | None) -> None:
         self.outbox = Outbox(pb.GrowthFrame, GROWTH_FRAME_BYTES)
         self.open_requests: set[int] = set()
         self._number = number
         self._layers = len(facts.hidden_state_layers)
         self._vocabulary_size = facts.vocabulary_size
         self._send = send
+        self._spans = spans
         self._last_request_id = 0
 
     def receive(self, frame: pb.DraftFrame) -> None:
@@ -103,10 +110,14 @@ class _TargetLink:
         events = decode_draft_frame(frame)
         for event in events:
             self._check(event)
+        if self._spans is not None:
+            self._spans.receive(events)
         self._send(LinkEvents(self._number, events))
 
     def send(self, update: DraftUpdate) -> None:
         self.open_requests.difference_update(update.dropped)
+        if self._spans is not None:
+            self._spans.send(update)
         try:
             self.outbox.put(encode_growth_frame(update))
         except Congested as error:

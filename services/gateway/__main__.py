@@ -20,6 +20,7 @@ from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.server import GatewaySettings, serve
 from paceline_services.service_entrypoint import REDIS_URL_VARIABLE, parse_with_config_file, positive_int, run_service
 from paceline_services.tls_options import add_tls_options, load_certificates, service_certificates
+from paceline_services.tracing_options import add_tracing_options
 
 MEGABYTE = 2**20
 
@@ -148,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")
     add("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     add_tls_options(parser)
+    add_tracing_options(parser)
     add("--resume-s", type=float, default=limits.resume_s, help="wait so long for another target after a loss")
     add("--drain-s", type=float, default=60.0, help="requests may go on so long after SIGTERM")
     return parser

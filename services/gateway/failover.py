@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from paceline.core.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest
 from paceline.telemetry.gateway_metrics import RequestMetrics
+from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
 from paceline.wire.link_errors import HandedOver, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.routing.fleet import Fleet
@@ -40,12 +41,20 @@ class FailoverRequest:
     target, one at a time, so that the next death identifies the cause.
     """
 
-    def __init__(self, fleet: Fleet, request: GenerationRequest, resume_s: float, metrics: RequestMetrics) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        request: GenerationRequest,
+        resume_s: float,
+        metrics: RequestMetrics,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
         """`resume_s`: how long to wait for another target when the target is lost."""
         self._fleet = fleet
         self._request = request
         self._resume_s = resume_s
         self._metrics = metrics
+        self._tracing = tracing
         self._committed: list[int] = list(request.committed)
         self._scored_prompt = ScoredPrompt(request)
         self._numerics: str | None = None  # of the target that drew the latest token
@@ -63,9 +72,12 @@ class FailoverRequest:
             # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
             blocks = block_hashes(request.tokens, salt=request.cache_salt) if self._scored_prompt.complete else ()
             try:
-                async with aclosing(self._run_on(await self._next_target(request, blocks), request, blocks)) as deltas:
-                    async for delta in deltas:
-                        yield delta
+                with self._tracing.start("wait_for_target", request.trace_parent):
+                    target = await self._next_target(request, blocks)
+                with self._attempt(target, request) as span:
+                    async with aclosing(self._run_on(target, request, blocks, span)) as deltas:
+                        async for delta in deltas:
+                            yield delta
                 return
             except WireError as error:
                 raise InvalidRequestError(str(error)) from error
@@ -96,6 +108,20 @@ class FailoverRequest:
         if self._target is not None:
             self._target.link.cancel(self._request.request_id)
 
+    def _attempt(self, target: TargetConnection, request: GenerationRequest) -> TraceSpan:
+        """The span of the request at one target."""
+        if not request.trace_parent:
+            return NO_SPAN
+        host, _, port = target.record.address.rpartition(":")
+        attributes: Attributes = {
+            "gen_ai.request.id": request.request_id,
+            "server.address": host,
+            "server.port": int(port),
+            "paceline.worker.id": target.record.worker_id,
+            "paceline.committed_tokens": len(request.committed),
+        }
+        return self._tracing.start("attempt", request.trace_parent, attributes, role="client")
+
     async def _next_target(self, request: GenerationRequest, blocks: Sequence[int]) -> TargetConnection:
         """Wait for a target. One that refused the request is chosen only if there is no other."""
         exclude = (self._refused_by,) if self._refused_by else ()
@@ -123,18 +149,19 @@ class FailoverRequest:
         return first is None and self._fleet.has_other_than(self._target, self._request.target_labels)
 
     async def _run_on(
-        self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int]
+        self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int], span: TraceSpan
     ) -> AsyncGenerator[Delta]:
         """The request's deltas from one target, which starts after the committed tokens."""
         greedy = request.sampling.greedy
         drafts = self._fleet.drafts.order(greedy=greedy) if request.speculative.enabled is not False else []
         self._target, stats = target, None
+        submission = replace(request, draft_addresses=drafts, trace_parent=span.trace_parent)
         try:
             with InFlightRequest(target, request, blocks, self._fleet.request_cost) as self._in_flight:
                 async with (
                     AsyncExitStack() as quarantine,
                     # Submits at the first iteration, so after the quarantine was entered.
-                    aclosing(target.link.submit(replace(request, draft_addresses=drafts))) as deltas,
+                    aclosing(target.link.submit(submission)) as deltas,
                 ):
                     if self._engine_deaths:
                         await quarantine.enter_async_context(target.quarantine)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from paceline.core.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Usage
+from paceline.core.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Usage, choices_of
 from paceline.output_processor import OutputProcessor
 from paceline.parsing.output_format import OutputFormat
 from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import Tokenizer
 from paceline_services.gateway.admission import AdmissionQueue, Capacity
 from paceline_services.gateway.api_errors import RetryLaterError, UnavailableError
@@ -27,7 +29,8 @@ FINAL_STATS_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class ServedModel:
-    """One model and the fleet that serves it. All models of a gateway share `capacity`, `metrics` and `grammars`."""
+    """One model and the fleet that serves it. All models of a gateway share `capacity`, `metrics`, `grammars` and
+    `tracing`."""
 
     model: str
     tokenizer: Tokenizer
@@ -37,6 +40,7 @@ class ServedModel:
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     output_format: OutputFormat = field(default_factory=OutputFormat)
     """How the model writes reasoning and tool calls."""
+    tracing: Tracing = NO_TRACING
     created: int = field(default_factory=lambda: int(time.time()))
     running: RunningRequests = field(default_factory=RunningRequests)
     queue: AdmissionQueue = field(init=False)
@@ -90,7 +94,7 @@ class ServedModel:
             client.count_tokens(len(request.prompt), "prompt")
         output = OutputProcessor(request, self.tokenizer)
         with self.metrics.track(self.model) as metrics:
-            run = FailoverRequest(self.fleet, request, self.capacity.limits.resume_s, metrics)
+            run = FailoverRequest(self.fleet, request, self.capacity.limits.resume_s, metrics, self.tracing)
             async with aclosing(run.deltas()) as deltas:
                 async for delta in deltas:
                     target_finished = delta.finish_reason is not None
@@ -103,7 +107,7 @@ class ServedModel:
                             if request.speculative.report:
                                 await _add_final_stats(delta, deltas)
                         assert delta.usage is not None
-                        metrics.finished(delta.finish_reason, delta.usage)
+                        metrics.finished(delta.finish_reason, delta.usage, request.sampling.max_tokens)
                     yield delta
                     if delta.finish_reason is not None:
                         return
@@ -119,8 +123,9 @@ class ServedModel:
         with self.counting_rejections():
             self.description()
             self.queue.acquire(len(requests))
-        tokens = dict.fromkeys(range(len(requests)), 0)
+        tokens, choices = dict.fromkeys(range(len(requests)), 0), choices_of(requests)
         """Output tokens of each completion that has not ended."""
+        sizes: defaultdict[int, list[int]] = defaultdict(list)  # by prompt
         try:
             with self.running.track(client.name, requests[0].group, requests[0].client_request_id) as running:
                 outputs = [self.generate(request, client) for request in requests]
@@ -132,6 +137,10 @@ class ServedModel:
                         if delta.finish_reason is not None:
                             del tokens[index]
                             self.queue.release(1)
+                            finished = sizes[index // choices]
+                            finished.append(delta.usage.completion_tokens if delta.usage else 0)
+                            if len(finished) == choices:
+                                self.metrics.observe_choices(self.model, finished)
             for index, count in tokens.items():
                 yield index, _aborted(requests[index], count)
         finally:

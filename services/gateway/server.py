@@ -24,6 +24,7 @@ from paceline.state.response_store import ResponseLimits
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
 from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import ChatTemplateError, Tokenizer
 from paceline.tls import Certificates, ServerContext
 from paceline.wire.grpc_server import GrpcServer, PortInUseError
@@ -39,6 +40,7 @@ from paceline_services.gateway.responses.response_routes import add_responses
 from paceline_services.gateway.routing.fleet import open_fleet
 from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.structured_output import GrammarChecks
+from paceline_services.tracing_options import open_tracing
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,8 @@ class GatewaySettings:
     """For clients; None: HTTP and gRPC are in plain text."""
     tls: Certificates | None = None
     """For targets and Redis."""
+    otlp_traces_endpoint: str | None = None
+    """Where traces are sent; None: as `tracing_options.open_tracing` reads the environment."""
     worker_id: str = field(default_factory=lambda: f"gateway-{secrets.token_hex(3)}")
 
     @property
@@ -102,18 +106,21 @@ class Addresses:
 
 async def serve(settings: GatewaySettings, redis_url: str | None, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises the errors that `service_entrypoint.run_service` reports in one line."""
-    async with (
-        open_store(redis_url, tls=settings.tls, responses=settings.stored_responses) as store,
-        running(settings, store) as (models, addresses),
-    ):
-        scheme = "https" if settings.edge_tls else "http"
-        log.info("gateway ready on %s://%s", scheme, addresses.http, extra={"grpc": addresses.grpc})
-        await stop.wait()
-        log.info("gateway stops", extra={"in_flight": models.capacity.in_flight})
+    with open_tracing("gateway", settings.worker_id, settings.otlp_traces_endpoint) as tracing:
+        async with (
+            open_store(redis_url, tls=settings.tls, responses=settings.stored_responses) as store,
+            running(settings, store, tracing) as (models, addresses),
+        ):
+            scheme = "https" if settings.edge_tls else "http"
+            log.info("gateway ready on %s://%s", scheme, addresses.http, extra={"grpc": addresses.grpc})
+            await stop.wait()
+            log.info("gateway stops", extra={"in_flight": models.capacity.in_flight})
 
 
 @asynccontextmanager
-async def running(settings: GatewaySettings, store: StateStore) -> AsyncIterator[tuple[ModelDirectory, Addresses]]:
+async def running(
+    settings: GatewaySettings, store: StateStore, tracing: Tracing = NO_TRACING
+) -> AsyncIterator[tuple[ModelDirectory, Addresses]]:
     """A gateway that serves until the context ends, which waits for the running requests."""
     tokenizers = {name: await asyncio.to_thread(_load_tokenizer, model) for name, model in settings.models.items()}
     registry = CollectorRegistry()
@@ -121,7 +128,7 @@ async def running(settings: GatewaySettings, store: StateStore) -> AsyncIterator
         listener = stack.enter_context(_listen(settings.host, settings.port))
         metrics = GatewayMetrics(registry)
         authenticator = _authenticator(settings, metrics)
-        models = await _open_models(tokenizers, settings, store, metrics, stack)
+        models = await _open_models(tokenizers, settings, store, metrics, tracing, stack)
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
         app = create_app(models, registry, authenticator, settings.allow_origin, settings.public)
         add_messages_api(app, models)
@@ -140,6 +147,7 @@ async def _open_models(
     settings: GatewaySettings,
     store: StateStore,
     metrics: GatewayMetrics,
+    tracing: Tracing,
     stack: AsyncExitStack,
 ) -> ModelDirectory:
     """Opens a fleet for each model; `stack` closes them."""
@@ -150,7 +158,7 @@ async def _open_models(
         others = tokenizers.keys() - {name}
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
         output_format = _output_format(settings, tokenizer)
-        models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars, output_format))
+        models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars, output_format, tracing))
     return ModelDirectory(models, settings.aliases)
 
 

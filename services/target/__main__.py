@@ -28,6 +28,7 @@ from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, 
 from paceline.target_labels import parse_labels
 from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
+from paceline.telemetry.tracing import Tracing
 from paceline.tls import Certificates
 from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
@@ -110,7 +111,7 @@ async def check_version(python: str) -> None:
 
 @asynccontextmanager
 async def target_worker(
-    options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None
+    options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None, tracing: Tracing
 ) -> AsyncIterator[Worker]:
     """Connect servicer, statistics, watchdog and draft pool to the engine."""
     info = process.ready.result()
@@ -124,7 +125,7 @@ async def target_worker(
     async with AsyncExitStack() as stack:
         recorder = await stack.enter_async_context(store.recorder())
         stats = await stack.enter_async_context(StatLogger(description, recorder, metrics))
-        servicer = TargetServicer(description, stats, engine.send)
+        servicer = TargetServicer(description, stats, engine.send, tracing)
         watchdog = EngineWatchdog(options.hang_s, lambda: servicer.busy, process.abort)
         await stack.enter_async_context(watchdog)
 

@@ -37,6 +37,8 @@ class StatLogger(PeriodicTask):
         self._request_ids[engine_id] = submission.request_id
 
     def committed(self, delta: Delta) -> None:
+        if delta.finish_reason is not None and delta.usage is not None and delta.timings.prefill_s:
+            self._metrics.observe_request(delta.timings, delta.usage)
         if (stats := delta.speculation) is not None:
             request = RequestAcceptance(
                 self._request_ids[delta.request_id],

@@ -20,6 +20,7 @@ import grpc
 from paceline.core.messages import Delta, EngineLoad, FinishReason, GenerationRequest, TargetDescription
 from paceline.engine.engine_messages import CancelRequest
 from paceline.ipc.model_process import ModelProcessDiedError
+from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
 from paceline.wire.bidi_stream import serve_bidi_stream
@@ -28,6 +29,7 @@ from paceline.wire.link_errors import Congested, Draining, EngineDeadError, Wire
 from paceline.wire.outbox import Outbox
 from paceline.wire.target_codec import decode_submission, encode_delta, encode_load, encode_target_description
 from paceline_services.target.stat_logger import StatLogger
+from paceline_services.target.target_spans import TargetSpans
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         description: TargetDescription,
         stats: StatLogger,
         send: Callable[[GenerationRequest | CancelRequest], None],
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         """`send` passes a message to the engine; `send_deltas` takes its answers."""
         self.load = EngineLoad(0, 0, description.slots, 0, 0.0)
@@ -47,6 +50,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._description = description
         self._stats = stats
         self._send = send
+        self._spans = TargetSpans(description, tracing)
         self._link_numbers = count(1)
         self._links: set[_GatewayLink] = set()
         self._owners: dict[str, _GatewayLink] = {}
@@ -111,6 +115,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             if delta.finish_reason is None:
                 delta.speculation = None  # only the last delta has statistics
             else:
+                self._spans.finish(delta)
                 self._forget(delta.request_id)
             frames[link].deltas.append(encode_delta(delta, link.request_id(delta.request_id)))
         for link, frame in frames.items():
@@ -169,11 +174,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         link.running.add(engine_id)
         self._idle.clear()
         self._stats.submitted(engine_id, submission)
-        self._send(replace(submission, request_id=engine_id))
+        trace_parent = self._spans.start(engine_id, submission)
+        self._send(replace(submission, request_id=engine_id, trace_parent=trace_parent))
 
     def _forget(self, engine_id: str) -> None:
         self._owners.pop(engine_id).running.discard(engine_id)
         self._stats.finished(engine_id)
+        self._spans.abandon(engine_id)
         if not self._owners:
             self._idle.set()
 

@@ -242,7 +242,7 @@ async def test_statistics_come_on_request(speaking: Stack, stop: str | None) -> 
         "lossy": False,
         "drafter_invariant": True,
     }
-    assert answer["timings"] == {"queue_s": 0.25, "compute_s": 0.5, "total_s": 1.0}
+    assert answer["timings"] == {"queue_s": 0.25, "compute_s": 0.5, "total_s": 1.0, "prefill_s": 0.125}
     for options in ({}, WITH_USAGE):
         chunks = await speaking.events(CHATS, body | options)
         assert [chunk.get("speculation") for chunk in chunks] == [None] * (len(chunks) - 1) + [answer["speculation"]]

@@ -39,6 +39,12 @@ def test_options_become_settings() -> None:
     assert (given.tool_call_parser, given.reasoning_parser) == ("auto", "auto")
     named = settings("--model", "pydoc", "--tool-call-parser", "hermes", "--reasoning-parser", "none")
     assert (named.tool_call_parser, named.reasoning_parser) == ("hermes", "none")
+    assert given.otlp_traces_endpoint is None
+    assert settings("--model", "a", "--otlp-traces-endpoint", "http://c:4318").otlp_traces_endpoint == (
+        "http://c:4318/v1/traces"
+    )
+    named = "https://c/any/path"
+    assert settings("--model", "a", "--otlp-traces-endpoint", named).otlp_traces_endpoint == named
     names = ("--served-model-name", "docs", "--served-model-name", "numbers")
     both = settings("--model", "pydoc", "--model", "table:512", *names, "--alias", "d=docs", "--alias", "n=numbers")
     assert both.models == {"docs": "pydoc", "numbers": "table:512"}
@@ -60,6 +66,7 @@ def test_options_become_settings() -> None:
         (("--model", "a", "--max-queue", "many"), "--max-queue"),
         (("--model", "a", "--tool-call-parser", "herms"), "--tool-call-parser"),
         (("--model", "a", "--reasoning-parser", "qwen"), "--reasoning-parser"),
+        (("--model", "a", "--otlp-traces-endpoint", "collector:4317"), "--otlp-traces-endpoint"),
     ],
 )
 def test_wrong_options_are_refused_by_name(

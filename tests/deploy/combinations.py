@@ -20,7 +20,10 @@ GPU: Values = {
     "model": {"path": "/models/llama-70b", "claimName": "checkpoints"},
     "speculation": {"method": "draft_model", "model": "/models/llama-1b", "num_speculative_tokens": 6},
 }
-MONITORING: Values = {"monitoring": {"enabled": True, "labels": {"release": "prometheus"}}}
+MONITORING: Values = {
+    "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
+    "tracing": {"otlpEndpoint": "http://collector.monitoring:4318"},
+}
 RAY = {"enabled": True, "tensorParallelSize": 2, "tokenSecret": {"name": "ray"}}
 VLLM = {"enabled": True, "python": sys.executable, "engineArgs": {"quantization": "fp8"}}
 """With a Python that this machine has: a target refuses another one."""

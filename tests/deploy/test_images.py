@@ -142,8 +142,9 @@ def gateway_requirements() -> list[Requirement]:
 
 def test_a_gateway_has_the_project_s_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    ours = {*map(str, gateway_requirements())}
-    assert ours <= {str(Requirement(each)) for each in project["dependencies"]}
+    ours, traces = {*map(str, gateway_requirements())}, project["optional-dependencies"]["otel"]
+    assert ours <= {str(Requirement(each)) for each in (*project["dependencies"], *traces)}
+    assert ours >= {str(Requirement(each)) for each in traces}
 
 
 def canonical(name: str) -> str:

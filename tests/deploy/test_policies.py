@@ -3,6 +3,8 @@
 import copy
 from typing import Any, NamedTuple
 
+import pytest
+
 from tests.deploy.helm import NAMESPACE, ON_CPUS, Document, Values, merged, render, the
 from tests.deploy.pods import pod_templates
 
@@ -98,6 +100,16 @@ def test_only_the_wanted_links_are_allowed() -> None:
     del the("NetworkPolicy", "target", loose)["spec"]["ingress"][0]["from"]
     assert ("stranger", "target", "target") in links(loose), "this test finds a rule without a peer"
     assert ("stranger", "draft", "draft") in links(rendered({"enabled": False}))
+
+
+@pytest.mark.parametrize(("url", "port"), [("http://c.monitoring:4318/v1/traces", 4318), ("https://c.monitoring", 443)])
+def test_services_reach_the_collector_of_traces(url: str, port: int) -> None:
+    """It is in a namespace of the monitoring, which the chart has no policies for."""
+    documents, collector = rendered({}, tracing={"otlpEndpoint": url}), Pod("monitoring", {})
+    reached = {(name, each) for name, pod in components(documents).items() for each in (80, 443, 4318)
+               if allowed(documents, pod, collector, each)}  # fmt: skip
+    assert reached == {(name, port) for name in ("gateway", "target", "draft")}
+    assert not any(allowed(rendered({}), pod, collector, port) for pod in components(documents).values())
 
 
 def test_gateways_are_open_without_client_namespaces() -> None:

@@ -164,6 +164,7 @@ OTHER: dict[str, Any] = {
     "reasoningParser": "none",
     "cidr": "10.0.0.0/8",
     "interval": "7s",
+    "otlpEndpoint": "http://collector.monitoring:4318",
 }
 """Values that differ from the defaults, by the last part of their keys."""
 

@@ -34,6 +34,7 @@ from paceline.core.messages import (
 from paceline.engine.engine_messages import CancelRequest
 from paceline.state import StateStore, WorkerRecord, open_store
 from paceline.target_features import all_features
+from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import Tokenizer
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2_grpc, target_pb2, target_pb2_grpc
@@ -165,7 +166,7 @@ class ScriptedDecoder:
     def _last(self, delta: Delta, reason: FinishReason, prompt: int, output: int) -> Delta:
         delta.finish_reason = reason
         delta.usage = Usage(prompt, output, cached_tokens=1)
-        delta.timings = Timings(0.25, 0.5, 1.0)
+        delta.timings = Timings(0.25, 0.5, 1.0, prefill_s=0.125)
         delta.speculation = SpeculationStats([4, 3], [3, 1], drafted_tokens=9, verifications=4, steps=5, drafts=["d"])
         return delta
 
@@ -375,6 +376,7 @@ async def open_stack(
     more_models: Sequence[str] = (),
     folder: str = MODEL,
     context: int = CONTEXT,
+    tracing: Tracing = NO_TRACING,
     **settings_: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway with one target per script. Without `redis_url` the registry is this process's memory.
@@ -399,7 +401,7 @@ async def open_stack(
         ]
         for target in targets:
             await store.registry.register(target.record)
-        models, addresses = await service.enter_async_context(running(settings, store))
+        models, addresses = await service.enter_async_context(running(settings, store, tracing))
         url = f"{'https' if settings.edge_tls else 'http'}://{addresses.http}"
         async with (
             AsyncExitStack() as exits,

@@ -17,6 +17,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
 from paceline.model import Model
+from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.tls import Certificates
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.draft_pool import DraftPool
@@ -75,6 +76,7 @@ async def target_worker(
     speculation: SpeculativeConfig | None = None,
     model: Model | None = None,
     hang_s: float = PATIENCE_S,
+    tracing: Tracing = NO_TRACING,
 ) -> AsyncIterator[TargetWorker]:
     """It uses no draft until its pool is connected to one, or a request names one. Model-free methods run in it."""
     model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
@@ -87,7 +89,7 @@ async def target_worker(
         requests = RequestLog()
         options = argparse.Namespace(worker_id="t", served_model_name="tested", labels=[])
         description = target_description(model_facts(engine, speculation), options)
-        servicer = TargetServicer(description, requests, connection.send)
+        servicer = TargetServicer(description, requests, connection.send, tracing)
         connection.on(StepResult, lambda step: servicer.send_deltas(step.deltas, step.load))
         link_config = DraftLinkConfig(model.fingerprint, model.vocabulary_size, progress_timeout_s=hang_s)
         pool = pooled(connection, link_config, model.layers)

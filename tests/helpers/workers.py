@@ -21,6 +21,7 @@ from paceline.drafting.speculator import Commit, Context, DraftError, Opening, S
 from paceline.engine.draft_client import DraftUpdates
 from paceline.ipc.model_process import PipeConnection
 from paceline.telemetry.target_metrics import TargetMetrics
+from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.tls import Certificates
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.credentials import TARGET
@@ -147,11 +148,14 @@ class DraftWorker:
 
 @asynccontextmanager
 async def draft_worker(
-    speculator: Speculator | None = None, worker_id: str = "one", tls: Certificates | None = None
+    speculator: Speculator | None = None,
+    worker_id: str = "one",
+    tls: Certificates | None = None,
+    tracing: Tracing = NO_TRACING,
 ) -> AsyncIterator[DraftWorker]:
     speculator = speculator or Counting()
     async with joined() as (connection, pipe):
-        servicer = DraftServicer(worker_id, SpeculatorFacts.of(speculator), connection.send)
+        servicer = DraftServicer(worker_id, SpeculatorFacts.of(speculator), connection.send, tracing)
         connection.on(DraftRounds, lambda rounds: servicer.send_growth(rounds.grown))
         server = GrpcServer("127.0.0.1", 0, tls=tls, peer=TARGET)
         server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)

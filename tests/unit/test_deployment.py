@@ -64,6 +64,13 @@ def test_a_parser_that_does_not_exist_is_refused_by_name(option: str) -> None:
         plan(**{option: "herms"})
 
 
+def test_all_services_send_their_traces_to_one_collector() -> None:
+    url = "http://collector:4318"
+    [[gateway], targets, drafts] = groups(plan(otlp_traces_endpoint=url, target_workers=2, draft_workers=2))
+    assert [each["otlp-traces-endpoint"] for each in (gateway, *targets, *drafts)] == [url] * 5
+    assert not any("otlp-traces-endpoint" in each for group in groups(plan()) for each in group)
+
+
 def test_every_worker_has_a_port_and_a_name_of_its_own() -> None:
     """A restarted worker keeps both, so that its peers find it again; a draft may advertise another address."""
     deployment = plan(draft_workers=2, target_workers=2)

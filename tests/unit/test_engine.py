@@ -12,7 +12,7 @@ import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth
-from paceline.core.messages import Delta, FinishReason, GenerationRequest
+from paceline.core.messages import Delta, FinishReason, GenerationRequest, Timings
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import RowCost, StepCost
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
@@ -588,6 +588,20 @@ class TestEnds:
         for prompt in (1, longest - 1):
             result = served(target, submission(prompt=prompt, output=longest - prompt))["a"]
             assert (len(result.tokens), result.error) == (longest - prompt, "")
+
+    def test_the_phases_of_requests_are_timed(self) -> None:
+        """A pass takes a second. Three passes compute the first prompt; the second request waits for it."""
+        now = [0.0]
+
+        def tick(_: int) -> None:
+            now[0] += 1.0
+
+        limits = {"max_num_seqs": 1, "max_num_batched_rows": 8}
+        target = engine(NoDraftClient(), model=Watched(tick), clock=lambda: now[0], **limits)
+        results = served(target, submission("a", 20, output=4), submission("b", 5, output=1))
+        assert results["a"].timings == Timings(queue_s=0.0, compute_s=6.0, total_s=6.0, prefill_s=3.0)
+        assert results["b"].timings == Timings(queue_s=6.0, compute_s=1.0, total_s=7.0, prefill_s=1.0)
+        assert [results[name].timings.decode_s for name in "ab"] == [3.0, 0.0]
 
     def test_a_request_id_may_be_reused_after_the_end(self) -> None:
         target = engine(NoDraftClient())

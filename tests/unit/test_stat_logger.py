@@ -8,7 +8,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.config import SamplingParams
-from paceline.core.messages import Delta, GenerationRequest, SpeculationStats, TargetDescription
+from paceline.core.messages import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    SpeculationStats,
+    TargetDescription,
+    Timings,
+    Usage,
+)
 from paceline.core.policy.calibration import Calibration
 from paceline.state import AcceptanceRecorder, RequestAcceptance, StateStore, open_store
 from paceline.state.memory_store import MemoryAcceptance
@@ -70,6 +78,21 @@ async def test_a_running_requests_acceptance_is_saved_and_then_removed() -> None
     assert (running[0], running[1].model, running[1].speculator) == ("r", "m", "ngram")
     assert (running[1].drafted_by_depth, running[1].accepted_by_depth) == ([1], [1])
     assert ended == ("r", None)
+
+
+@pytest.mark.parametrize(
+    ("timings", "counted"), [(Timings(0.5, 0.1, 2.0, prefill_s=0.25), 1), (Timings(0.5, 0.0, 0.5), 0)]
+)
+async def test_a_request_that_had_a_token_is_timed_at_its_end(timings: Timings, counted: int) -> None:
+    registry = CollectorRegistry()
+    async with open_store(None) as store, store.recorder() as recorder:
+        stats = StatLogger(DESCRIPTION, recorder, TargetMetrics(registry, "m", 256))
+        stats.submitted("e", GenerationRequest("r", [1], SamplingParams()))
+        stats.committed(Delta("e", tokens=[5]))
+        stats.committed(Delta("e", finish_reason=FinishReason.CANCELLED, usage=Usage(1, 1), timings=timings))
+        stats.finished("e")
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert registry.get_sample_value(f"vllm:request_{name}_time_seconds_count", {"model_name": "m"}) == counted
 
 
 def test_counts_by_depth() -> None:

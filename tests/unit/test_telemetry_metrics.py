@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.core.messages import FinishReason, SpeculationStats, Usage
+from paceline.core.messages import FinishReason, SpeculationStats, Timings, Usage
 from paceline.core.verify import STRATEGIES
 from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.telemetry.gateway_metrics import GatewayMetrics
@@ -56,6 +56,7 @@ def test_a_target_counts_its_steps_and_shows_the_last_one(scraped: Scraped) -> N
     """The bonus token is not counted; a step without rows ran no pass."""
     metrics = TargetMetrics(scraped, "m", slots=1000)
     metrics.observe_step(step((5, 3, 2), (2, 2, 0), (0, 0, 0), running=9, nodes_received=10, nodes_grafted=7))
+    metrics.observe_step(step(prompt_tokens=6, generation_tokens=4))
     metrics.observe_step(step((2, 2, 2), rows=0, prompt_tokens=100, generation_tokens=5, preemptions=1))
     metrics.draft_links.set_function(lambda: 3)
     metrics.rows_invariant.set(True)
@@ -72,16 +73,35 @@ def test_a_target_counts_its_steps_and_shows_the_last_one(scraped: Scraped) -> N
         "growth_nodes_received_total": 10,
         "growth_nodes_grafted_total": 7,
         "growth_nodes_dropped_total": 3,
-        "step_seconds_count": 1,
-        "step_seconds_sum": 0.02,
-        "computed_prompt_tokens_total": 100,
-        "committed_tokens_total": 5,
+        "step_seconds_count": 2,
+        "step_seconds_sum": 0.04,
+        "computed_prompt_tokens_total": 106,
+        "committed_tokens_total": 9,
         "num_preemptions_total": 1,
+        "iteration_tokens_total_count": 2,
+        "iteration_tokens_total_sum": 10,
     }
     assert {name: scraped.value(name) for name in expected} == pytest.approx(expected)
     by_position = [scraped.value("spec_decode_num_accepted_tokens_per_pos_total", position=each) for each in "012"]
     assert by_position == [2, 2, 0]
-    assert [scraped.value("step_rows_bucket", le=bound) for bound in ("8.0", "16.0")] == [0, 1]
+    assert [scraped.value("step_rows_bucket", le=bound) for bound in ("8.0", "16.0")] == [0, 2]
+
+
+def test_a_target_times_the_phases_of_a_request(scraped: Scraped) -> None:
+    metrics = TargetMetrics(scraped, "m", slots=1000)
+    metrics.observe_request(Timings(0.5, 0.75, 3.0, prefill_s=1.0), Usage(40, 9, cached_tokens=32))
+    metrics.observe_request(Timings(0.0, 0.25, 0.25, prefill_s=0.25), Usage(8, 1))
+    expected = {
+        "request_queue_time_seconds_sum": 0.5,
+        "request_prefill_time_seconds_sum": 1.25,
+        "request_decode_time_seconds_sum": 1.5,
+        "request_inference_time_seconds_sum": 2.75,
+        "request_inference_time_seconds_count": 2,
+        "prefix_cache_queries_total": 48,
+        "prefix_cache_hits_total": 32,
+        "request_prefill_kv_computed_tokens_sum": 16,
+    }
+    assert {name: scraped.value(name) for name in expected} == pytest.approx(expected)
 
 
 def test_a_gateway_times_a_request_token_by_token(scraped: Scraped) -> None:
@@ -93,7 +113,7 @@ def test_a_gateway_times_a_request_token_by_token(scraped: Scraped) -> None:
         request.tokens(3)  # one chunk, three tokens
         now = 101.2
         request.tokens(0)
-        request.finished(FinishReason.LENGTH, Usage(7, 4, cached_tokens=2))
+        request.finished(FinishReason.LENGTH, Usage(7, 4, cached_tokens=2), max_tokens=4)
     expected = {
         "time_to_first_token_seconds_sum": 0.5,
         "inter_token_latency_seconds_count": 3,
@@ -101,6 +121,10 @@ def test_a_gateway_times_a_request_token_by_token(scraped: Scraped) -> None:
         "prompt_tokens_total": 7,
         "generation_tokens_total": 4,
         "cached_prompt_tokens_total": 2,
+        "request_time_per_output_token_seconds_sum": 0.2,
+        "request_prompt_tokens_sum": 7,
+        "request_generation_tokens_sum": 4,
+        "request_params_max_tokens_sum": 4,
     }
     assert {name: scraped.value(name) for name in expected} == pytest.approx(expected)
     assert [scraped.value("inter_token_latency_seconds_bucket", le=bound) for bound in ("0.15", "0.2")] == [0, 3]
@@ -139,17 +163,21 @@ def test_a_draft_counts_its_rounds(scraped: Scraped) -> None:
 def exported() -> list[Scraped]:
     """The metrics of each kind of service, with samples."""
     target, draft, gateway = Scraped(), Scraped(), Scraped()
-    TargetMetrics(target, "m", 1000).observe_step(step((2, 2, 1), preemptions=1))
+    metrics = TargetMetrics(target, "m", 1000)
+    metrics.observe_step(step((2, 2, 1), preemptions=1, generation_tokens=2))
+    metrics.observe_request(Timings(0.5, 0.5, 2.0, prefill_s=0.5), Usage(3, 2, cached_tokens=1))
     DraftMetrics(draft, "ngram")
-    with GatewayMetrics(gateway).track("m") as request:
+    seen = GatewayMetrics(gateway)
+    seen.observe_choices("m", [2])
+    with seen.track("m") as request:
         request.tokens(1)
         request.tokens(1)
-        request.finished(FinishReason.STOP, Usage(3, 2))
+        request.finished(FinishReason.STOP, Usage(3, 2), max_tokens=2)
     return [target, draft, gateway]
 
 
 def test_a_name_of_vllm_has_the_type_and_samples_of_our_metric() -> None:
-    for registry, count in zip(exported(), (8, 0, 6), strict=True):
+    for registry, count in zip(exported(), (16, 0, 12), strict=True):
         families = {family.name: family for family in registry.collect()}
         theirs = [family for name, family in families.items() if name.startswith("vllm:")]
         assert len(theirs) == count
@@ -165,7 +193,8 @@ def test_the_manual_lists_every_metric_and_a_sum_over_all_services_counts_none_t
     names = [{family.name for family in registry.collect()} - {"paceline_build"} for registry in exported()]
     assert len(set.union(*names)) == sum(map(len, names))
     rows = re.findall(r"^\| `(paceline_\w+)` \|.*?(?:`(vllm:\w+)` \|)?$", MANUAL.read_text(), re.MULTILINE)
-    assert {name.removesuffix("_total") for row in rows for name in row if name} == set.union(*names)
+    listed = {name.removesuffix("_total") for row in rows for name in row if name}
+    assert listed == {name.removesuffix("_total") for name in set.union(*names)}
 
 
 def test_metrics_and_health_are_served_over_http(scraped: Scraped) -> None:

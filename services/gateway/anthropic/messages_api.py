@@ -18,9 +18,10 @@ from paceline_services.gateway.openai.auth_middleware import client_of
 from paceline_services.gateway.openai.chat_prompt import render_chat
 from paceline_services.gateway.openai.event_stream import EventStream, while_connected
 from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID, REQUEST_ID_HEADER
+from paceline_services.gateway.openai.http_metrics import REQUEST_ID, REQUEST_ID_HEADER, SPAN
 from paceline_services.gateway.openai.prompt_encoding import encode
 from paceline_services.gateway.openai.request_builder import build_requests
+from paceline_services.gateway.openai.request_trace import start_request_span, traced
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
 NULLABLE_TEXT: dict[str, Any] = {"type": ["string", "null"]}
@@ -60,17 +61,20 @@ def add_messages_api(app: FastAPI, models: ModelDirectory) -> None:
     @app.post(MESSAGES_PATH)
     async def messages(request: Request) -> Response:
         models.check_capacity()
+        state = request.scope["state"]
+        span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=True)
         body = parse_body(await read_body(request, models), MessagesBody)
         model = models.model(body.model)
-        client, state, chat = client_of(request), request.scope["state"], chat_body(body)
-        requests = await build_requests(chat, model, state[REQUEST_ID], client, request.headers)
+        client, chat = client_of(request), chat_body(body)
+        requests = await build_requests(chat, model, state[REQUEST_ID], client, request.headers, span)
         response = MessageResponse(body, chat, requests[0], model)
-        deltas = model.generate_all(requests, client)
+        output = model.generate_all(requests, client)
+        deltas = traced(span, model.model, requests, output, streamed=bool(body.stream))
         if body.stream:
             to_event = partial(error_event, request_id=state[REQUEST_ID_HEADER])
             return EventStream(response.events(deltas), closing=b"", error=to_event)
-        [output] = await while_connected(request.receive, collect(requests, deltas))
-        return JsonResponse(response.message(output))
+        [whole] = await while_connected(request.receive, collect(requests, deltas))
+        return JsonResponse(response.message(whole))
 
     @app.post(COUNT_TOKENS_PATH)
     async def count_tokens(request: Request) -> Response:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 from pydantic import ValidationError
 
+from paceline.telemetry.tracing import TraceSpan
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
@@ -42,6 +43,7 @@ from paceline_services.gateway.openai.chat_prompt import encode_body
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
 from paceline_services.gateway.openai.prompt_encoding import decode
 from paceline_services.gateway.openai.request_builder import build_requests
+from paceline_services.gateway.openai.request_trace import recording_failure, start_request_span, traced
 
 
 class ClientNotReadingError(ClientGoneError):
@@ -108,12 +110,14 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
                 body = _body(request)
-                requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata)
-                responses = GenerateResponses(body, requests, model)
-                async with aclosing(model.generate_all(requests, client)) as deltas:
-                    async for index, delta in deltas:
-                        for response in responses.of(index, delta):
-                            await _write(context, response)
+                with self._traced(request, metadata) as span:
+                    requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata, span)
+                    responses = GenerateResponses(body, requests, model)
+                    output = model.generate_all(requests, client)
+                    async with aclosing(traced(span, model.model, requests, output, streamed=True)) as deltas:
+                        async for index, delta in deltas:
+                            for response in responses.of(index, delta):
+                                await _write(context, response)
         except (ApiError, ClientNotReadingError) as error:
             self._metrics.count_response("Generate", STATUSES[type(error)].name)
             if isinstance(error, ClientNotReadingError):
@@ -147,6 +151,17 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         # Not counted as a request: a client at its limit could not abort.
         client = self._authenticator.client_for(_metadata(context.invocation_metadata()).get("authorization"))
         return pb.AbortResponse(aborted=self._models.abort(client.name, request.request_id))
+
+    @contextmanager
+    def _traced(self, request: pb.GenerateRequest, metadata: Mapping[str, str]) -> Iterator[TraceSpan]:
+        """The span of a call, which ends with the context."""
+        chat = request.WhichOneof("prompt") == "chat"
+        span = start_request_span(self._models.first.tracing, metadata, chat=chat)
+        try:
+            with recording_failure(span):
+                yield span
+        finally:
+            span.end()
 
     @contextmanager
     def _authenticated(self, context: Context) -> Iterator[ApiClient]:

@@ -36,12 +36,14 @@ from paceline_services.gateway.openai.http_metrics import (
     CLIENT_CLOSED_REQUEST,
     REQUEST_ID,
     REQUEST_ID_HEADER,
+    SPAN,
     HttpMetricsMiddleware,
 )
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
 from paceline_services.gateway.openai.operations import add_operations
 from paceline_services.gateway.openai.prompt_encoding import decode, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
+from paceline_services.gateway.openai.request_trace import start_request_span, traced
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.served_model import ServedModel
 
@@ -88,12 +90,15 @@ def _add_generation(
     @app.post(path, name=name)
     async def generate(request: Request) -> Response:
         models.check_capacity()
+        state = request.scope["state"]
+        span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=body_type is ChatBody)
         body = parse_body(await read_body(request, models), body_type)
         model = models.model(body.model)
         client = client_of(request)
-        requests = await build_requests(body, model, request.scope["state"][REQUEST_ID], client, request.headers)
+        requests = await build_requests(body, model, state[REQUEST_ID], client, request.headers, span)
         response = response_type(body, requests, model)
-        deltas = model.generate_all(requests, client)
+        output = model.generate_all(requests, client)
+        deltas = traced(span, model.model, requests, output, streamed=response.streamed)
         if response.streamed:
             return EventStream(_chunks(response, deltas))
         outputs = await while_connected(request.receive, collect(requests, deltas))

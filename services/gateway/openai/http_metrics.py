@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline_services.gateway.error_shape import MESSAGES_REQUEST_ID_HEADER, is_messages_path
+from paceline_services.gateway.openai.request_trace import end_response_span
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ REQUEST_ID_HEADER = "x-request-id"
 """Clients may choose it; it is in the response's headers, and a client may repeat it."""
 REQUEST_ID = "request_id"
 """In the request's state: our own id, unique, in the response's body and at the target."""
+SPAN = "span"
+"""In the request's state: its `TraceSpan`, if it asks for output. It ends here, after the response."""
 CLIENT = "client"
 """In the request's state: the `ApiClient`, once it is admitted."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -62,4 +65,7 @@ class HttpMetricsMiddleware:
             raise
         finally:
             route = scope.get("route")  # an unknown path has none
-            self._metrics.count_response(route.path if route else "none", status)
+            path = route.path if route else "none"
+            self._metrics.count_response(path, status)
+            if span := scope["state"].get(SPAN):
+                end_response_span(span, path, status)

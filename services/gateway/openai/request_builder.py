@@ -14,6 +14,7 @@ from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.parsing.grammar_start import AT_ONCE, GrammarStart
 from paceline.target_features import NO_OUTPUT, needed_features
 from paceline.target_labels import parse_labels
+from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
@@ -39,21 +40,28 @@ MAX_PROMPT_LOG_PROBS = 262_144
 
 
 async def build_requests(
-    body: GenerationBody, model: ServedModel, request_id: str, client: ApiClient, headers: Mapping[str, str]
+    body: GenerationBody,
+    model: ServedModel,
+    request_id: str,
+    client: ApiClient,
+    headers: Mapping[str, str],
+    span: TraceSpan = NO_SPAN,
 ) -> list[GenerationRequest]:
     """`n` completions for each prompt, in OpenAI's order; their ids are `request_id` with an index.
 
-    `headers`: of the HTTP request, or the metadata of the gRPC call. Raises `InvalidRequestError`, `OverloadedError` or
-    `UnavailableError`.
+    `headers`: of the HTTP request, or the metadata of the gRPC call. `span`: of the API request. Raises
+    `InvalidRequestError`, `OverloadedError` or `UnavailableError`.
     """
     labels = client.target_labels | _labels(headers.get(LABELS_HEADER, ""))
     with model.counting_rejections():
         description = model.description(labels)
         _check_count(body, model)
-        calls = await forced_grammar(body, model) if isinstance(body, ChatBody) else ""
-        grammar = calls or await model.grammars.grammar_of(body, model.tokenizer)
+        with span.child("grammar_check"):
+            calls = await forced_grammar(body, model) if isinstance(body, ChatBody) else ""
+            grammar = calls or await model.grammars.grammar_of(body, model.tokenizer)
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
-        prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls))
+        with span.child("tokenize"):
+            prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls))
         sampling = build_sampling(body, description, grammar, bad_words, parsing.grammar_start)
         features = _features(body, sampling, labels, model)
         _check_special_spaces(body, model)
@@ -67,6 +75,7 @@ async def build_requests(
         client=client.name,
         group=request_id,
         priority=body.priority or 0,
+        trace_parent=span.trace_parent,
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
         target_labels=labels | features,
         stop=body.stop or (),

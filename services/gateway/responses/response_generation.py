@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from paceline.core.messages import Delta, GenerationRequest
+from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import ChatBody
@@ -28,6 +29,7 @@ async def build_response_request(
     request_id: str,
     client: ApiClient,
     headers: Mapping[str, str],
+    span: TraceSpan = NO_SPAN,
 ) -> tuple[ChatBody, GenerationRequest]:
     """The chat that continues `items`, and its one completion.
 
@@ -36,7 +38,7 @@ async def build_response_request(
 
     async def build(items: Sequence[InputItem]) -> tuple[ChatBody, GenerationRequest]:
         chat = chat_body(body, items)
-        [request] = await build_requests(chat, model, request_id, client, headers)
+        [request] = await build_requests(chat, model, request_id, client, headers, span)
         return chat, request
 
     try:

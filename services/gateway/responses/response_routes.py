@@ -14,7 +14,8 @@ from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescripti
 from paceline_services.gateway.openai.auth_middleware import client_of
 from paceline_services.gateway.openai.event_stream import EventStream, while_connected
 from paceline_services.gateway.openai.http_body import JsonResponse, parse_body, read_body
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID
+from paceline_services.gateway.openai.http_metrics import REQUEST_ID, SPAN
+from paceline_services.gateway.openai.request_trace import start_request_span, traced
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_generation import ResponseGeneration, build_response_request
 from paceline_services.gateway.responses.response_history import ResponseHistory
@@ -52,13 +53,17 @@ def _add_creation(
     @app.post(COLLECTION, name="responses")
     async def create(request: Request) -> Response:
         models.check_capacity()
+        state = request.scope["state"]
+        span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=True)
         body = parse_body(await read_body(request, models), ResponseBody)
         model, client = models.model(body.model), client_of(request)
         items = [*await history.conversation(client.name, body.previous_response_id), *body.input]
-        request_id = request.scope["state"][REQUEST_ID]
-        chat, generation = await build_response_request(body, items, model, request_id, client, request.headers)
+        chat, generation = await build_response_request(
+            body, items, model, state[REQUEST_ID], client, request.headers, span
+        )
         response = RunningResponse(body, chat, generation, model, kept=body.to_be_kept and history.keeps)
-        deltas = model.generate_all([generation], client)
+        output = model.generate_all([generation], client)
+        deltas = traced(span, model.model, [generation], output, streamed=bool(body.stream))
         made = ResponseGeneration(response, deltas, client, items, history, running)
         if body.stream:
             return EventStream(made.events(), closing=b"", error=made.error_event)

@@ -43,7 +43,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Lets a service reach DNS and Redis, which all services use. */}}
+{{/* Lets a service reach DNS, Redis and the collector of traces, which all services use. */}}
 {{- define "paceline.toShared" -}}
 - ports:
     - {port: 53, protocol: UDP}
@@ -59,6 +59,18 @@
   ports:
     - {port: {{ .port }}}
 {{- end }}
+{{- if and .Values.tracing.otlpEndpoint .Values.networkPolicy.monitoringNamespaces }}
+- to:
+    {{- include "paceline.namespaces" .Values.networkPolicy.monitoringNamespaces | nindent 4 }}
+  ports:
+    - {port: {{ include "paceline.collectorPort" .Values.tracing }}}
+{{- end }}
+{{- end -}}
+
+{{- define "paceline.collectorPort" -}}
+{{- $url := urlParse .otlpEndpoint -}}
+{{- $parts := splitList ":" (get $url "host") -}}
+{{- gt (len $parts) 1 | ternary (last $parts) (eq (get $url "scheme") "https" | ternary "443" "80") -}}
 {{- end -}}
 
 {{/* The pods of the Ray cluster. Ray and the ranks choose their ports, so the rule allows all ports. */}}

@@ -34,6 +34,9 @@
 {{- $its := get $.Values (index . 1) -}}
 - --metrics-port={{ $its.metricsPort }}
 - --log-level={{ $.Values.logLevel }}
+{{- with $.Values.tracing.otlpEndpoint }}
+- --otlp-traces-endpoint={{ . }}
+{{- end }}
 {{- if $.Values.model.trustRemoteCode }}
 - --trust-remote-code
 {{- end }}
