@@ -63,6 +63,9 @@ def serve(
     engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = EngineName.PACELINE,
     vllm_options: VllmSettings = None,
     *,
+    demo_page: Annotated[
+        bool, typer.Option("--demo-page", help="A button on the page kills a draft worker: the text goes on.")
+    ] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
     config: Config = None,
 ) -> None:
@@ -86,6 +89,7 @@ def serve(
         served_model_name,
         api_keys,
         (vllm_options or VllmOptions()) if engine is EngineName.VLLM else None,
+        demo_page,
     )
     with start_errors():
         code = command.serve(deployment.plan_deployment(options), redis_url)

@@ -74,6 +74,8 @@ class Deployment:
     """The gateway's gRPC port; 0: any."""
     vllm: VllmOptions | None = None
     """How vLLM computes for the targets; None: our own engine does."""
+    demo_page: bool = False
+    """Whether the gateway's page may have a draft worker killed."""
 
     @property
     def target_cores(self) -> list[int]:
@@ -86,20 +88,21 @@ class Deployment:
         host = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
         return f"http://{host}:{self.port}"
 
-    def programs(self, redis_url: str) -> list[list[Program]]:
-        """Groups of programs in the order in which they are to stop."""
+    def programs(self, redis_url: str, demo_socket: Path | None = None) -> list[list[Program]]:
+        """Groups of programs in the order in which they are to stop. `demo_socket`: this launcher's, for the gateway."""
         targets = (self._target(redis_url, index, worker_id) for index, worker_id in enumerate(self.targets))
         drafts = (self._draft(redis_url, index, worker_id) for index, worker_id in enumerate(self.drafts))
-        return [[self._gateway(redis_url)], list(chain(*targets)), list(chain(*drafts))]
+        return [[self._gateway(redis_url, demo_socket)], list(chain(*targets)), list(chain(*drafts))]
 
     @property
     def _names(self) -> tuple[str, ...]:
         return ("--model", self.model, "--served-model-name", self.served_model_name)
 
-    def _gateway(self, redis_url: str) -> Program:
+    def _gateway(self, redis_url: str, demo_socket: Path | None) -> Program:
         address = ("--host", self.host, "--port", str(self.port), "--grpc-port", str(self.grpc_port))
         keys = () if self.api_keys is None else ("--api-keys", str(self.api_keys))
-        options = (*self._names, *address, "--redis-url", redis_url, *keys, "--drain-s", str(DRAIN_S))
+        demo = () if demo_socket is None else ("--demo-socket", str(demo_socket))
+        options = (*self._names, *address, "--redis-url", redis_url, *keys, *demo, "--drain-s", str(DRAIN_S))
         return _service("gateway", "gateway", *options, drain_s=DRAIN_S)
 
     def _target(self, redis_url: str, index: int, worker_id: str) -> list[Program]:
@@ -180,6 +183,7 @@ class DeploymentOptions:
     served_model_name: str | None = None
     api_keys: Path | None = None
     vllm: VllmOptions | None = None
+    demo_page: bool = False
 
 
 def plan_deployment(options: DeploymentOptions) -> Deployment:
@@ -212,6 +216,7 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         rendezvous_ports=dict(zip(shared, free[2 * len(workers) :], strict=False)),
         api_keys=options.api_keys,
         vllm=options.vllm,
+        demo_page=options.demo_page,
     )
 
 

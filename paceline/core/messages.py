@@ -42,6 +42,8 @@ class GenerationRequest:
     """The scheduler alternates between clients; "" is a client, too."""
     group: str = ""
     """The scheduler alternates between the groups of a client: the choices of one API request. "": its own group."""
+    return_tree: bool = False
+    """Whether deltas carry the trees that were verified."""
     session: str = ""
     """The conversation that the request belongs to; "": none."""
     target_labels: frozenset[str] = frozenset()
@@ -142,6 +144,22 @@ class SpeculationStats:
         return self.accepted_tokens / self.verifications if self.verifications else 0.0
 
 
+@dataclass(slots=True)
+class VerifiedTree:
+    """The nodes that one step verified for one request: parallel lists, parents before their children.
+
+    Nodes count from 1. `parents`: 0 is the root, the last token that was committed before the step. `methods`: of the
+    draft that guessed the node; of several drafts, the one that was surest.
+    """
+
+    parents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)
+
+    __reduce__ = reduce_slots
+
+
 GRAMMAR_ERROR = "grammar: "
 """Prefix of errors caused by the request's grammar; retrying on another target would not help."""
 
@@ -163,6 +181,8 @@ class Delta:
     speculation: SpeculationStats | None = None
     timings: Timings = Timings()
     error: str = ""
+    trees: list[VerifiedTree] = field(default_factory=list)
+    """One for each step, if the request asks for them."""
     text: str = ""
     """It may lag behind the tokens: a character may be incomplete, a stop string may have begun."""
     offsets: list[int] = field(default_factory=list)
@@ -177,6 +197,7 @@ class Delta:
         self.tokens += later.tokens
         self.accepted += later.accepted
         self.log_probs += later.log_probs
+        self.trees += later.trees
         self.text += later.text
         self.offsets += later.offsets
         self.finish_reason, self.stop_token = later.finish_reason, later.stop_token

@@ -11,6 +11,7 @@ from paceline.core.messages import (
     SpeculationStats,
     TargetDescription,
     Usage,
+    VerifiedTree,
 )
 from paceline.v1 import common_pb2
 from paceline.v1 import target_pb2 as pb
@@ -74,6 +75,7 @@ def encode_delta(delta: Delta, request_id: str) -> pb.DeltaFrame.Delta:
         error=delta.error,
         stop_token_id=delta.stop_token,
         accepted=delta.accepted,
+        trees=[_encode_tree(tree) for tree in delta.trees],
     )
 
 
@@ -94,6 +96,7 @@ def decode_delta(message: pb.DeltaFrame.Delta) -> Delta:
         speculation=decode_fields(SpeculationStats, message.speculation) if message.HasField("speculation") else None,
         timings=decode_timings(message.timings),
         error=message.error,
+        trees=[_decode_tree(tree) for tree in message.trees],
     )
 
 
@@ -127,3 +130,18 @@ def _encode_log_probs(log_probs: LogProbs) -> pb.DeltaFrame.LogProbs:
 
 def _decode_log_probs(message: pb.DeltaFrame.LogProbs) -> LogProbs:
     return LogProbs(message.log_prob, [(each.token_id, each.log_prob) for each in message.top])
+
+
+def _encode_tree(tree: VerifiedTree) -> pb.DeltaFrame.VerifiedTree:
+    return pb.DeltaFrame.VerifiedTree(
+        parents=tree.parents, token_ids=tree.tokens, accepted=tree.accepted, methods=tree.methods
+    )
+
+
+def _decode_tree(message: pb.DeltaFrame.VerifiedTree) -> VerifiedTree:
+    lists = list(message.parents), list(message.token_ids), list(message.accepted), list(message.methods)
+    if len({len(each) for each in lists}) > 1:
+        raise WireError("trees: lists of different lengths")
+    if any(parent > node for node, parent in enumerate(message.parents)):
+        raise WireError("trees: a node before its parent")
+    return VerifiedTree(*lists)

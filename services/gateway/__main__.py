@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ORIGIN",
         help="pages of this site may use the API, such as https://chat.example; *: of any",
     )
+    add("--demo-socket", type=Path, metavar="PATH", help="set by `paceline serve --demo-page`")
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")
     add("--log-level", choices=logs.LEVELS, default="info", help="how much to log")

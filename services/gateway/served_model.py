@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.core.messages import Delta, GenerationRequest, TargetDescription, Usage
 from paceline.output_processor import OutputProcessor
-from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline.telemetry.gateway_metrics import GatewayMetrics, ModelTotals
 from paceline.text import Tokenizer
 from paceline_services.gateway.admission import AdmissionQueue, Capacity
 from paceline_services.gateway.api_errors import RetryLaterError, UnavailableError
@@ -47,6 +47,10 @@ class ServedModel:
         """Longest prompt plus output, in tokens; None while no target is up."""
         description = self.fleet.description
         return None if description is None else description.max_model_len
+
+    @property
+    def totals(self) -> ModelTotals:
+        return self.metrics.totals(self.model)
 
     @property
     def vocabulary_size(self) -> int:

@@ -30,6 +30,7 @@ from paceline_services.gateway.grpc.inference_servicer import create_server
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import LimitedHttpProtocol
 from paceline_services.gateway.openai.http_app import create_app
+from paceline_services.gateway.pages.fleet_report import FleetReport
 from paceline_services.gateway.routing.fleet import open_fleet
 from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.structured_output import GrammarChecks
@@ -61,6 +62,8 @@ class GatewaySettings:
     """The file of API keys; None: clients need no key."""
     allow_origin: Sequence[str] = ()
     """Sites whose pages may use this server from a browser."""
+    demo_socket: Path | None = None
+    """The launcher's socket in demo mode, at which a page may have a draft worker killed."""
     edge_tls: Certificates | None = None
     """For clients; None: HTTP and gRPC are in plain text."""
     tls: Certificates | None = None
@@ -96,11 +99,12 @@ async def running(settings: GatewaySettings, store: StateStore) -> AsyncIterator
         authenticator = _authenticator(settings, metrics)
         models = await _open_models(tokenizers, settings, store, metrics, stack)
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
-        app = create_app(models, registry, authenticator, settings.allow_origin)
+        report = FleetReport(models, store, settings.worker_id)
+        app = create_app(models, registry, authenticator, report, settings.allow_origin, settings.demo_socket)
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)
-        async with store.registration(record, lambda: {"running": models.capacity.in_flight}):
+        async with store.registration(record, lambda: _load(models)):
             yield models, addresses
         await grpc_server.drain()
         await models.capacity.drain(settings.drain_s)
@@ -122,6 +126,11 @@ async def _open_models(
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
         models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars))
     return ModelDirectory(models, settings.aliases)
+
+
+def _load(models: ModelDirectory) -> dict[str, float]:
+    """For other gateways' reports."""
+    return {"running": models.capacity.in_flight, "tokens": sum(each.totals.tokens for each in models)}
 
 
 def _record(worker_id: str, addresses: Addresses, models: ModelDirectory) -> WorkerRecord:

@@ -23,6 +23,7 @@ from paceline.core.messages import (
     TargetDescription,
     Timings,
     Usage,
+    VerifiedTree,
 )
 from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
@@ -72,6 +73,7 @@ submissions = st.builds(
     speculative=options,
     committed=st.lists(tokens, max_size=3),
     draft_addresses=st.lists(texts, max_size=3),
+    return_tree=st.booleans(),
 )
 stats = st.builds(
     SpeculationStats,
@@ -91,6 +93,17 @@ log_probs = st.builds(LogProbs, st.floats(-100, 0), st.lists(st.tuples(tokens, s
 
 
 @st.composite
+def trees(draw: st.DrawFn) -> VerifiedTree:
+    nodes = range(draw(st.integers(0, 5)))
+    return VerifiedTree(
+        parents=[draw(st.integers(0, node)) for node in nodes],
+        tokens=[draw(tokens) for _ in nodes],
+        accepted=[draw(st.booleans()) for _ in nodes],
+        methods=[draw(texts) for _ in nodes],
+    )
+
+
+@st.composite
 def deltas(draw: st.DrawFn) -> Delta:
     count = draw(st.integers(0, 4))
     some = st.lists(log_probs, min_size=count, max_size=count)
@@ -105,6 +118,7 @@ def deltas(draw: st.DrawFn) -> Delta:
         speculation=draw(st.none() | stats),
         timings=draw(timings),
         error=draw(texts),
+        trees=draw(st.lists(trees(), max_size=2)),
     )
 
 
@@ -180,6 +194,21 @@ def test_submission(submission: GenerationRequest) -> None:
 def test_delta(delta: Delta) -> None:
     for wire in sent(target_codec.encode_delta(delta, delta.request_id)):
         assert target_codec.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
+
+
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        (target_pb2.DeltaFrame.VerifiedTree(parents=[0, 1], token_ids=[5, 6], accepted=[True]), "different lengths"),
+        (
+            target_pb2.DeltaFrame.VerifiedTree(parents=[1], token_ids=[5], accepted=[True], methods=["ngram"]),
+            "a node before its parent",
+        ),
+    ],
+)
+def test_an_invalid_tree_is_refused(tree: target_pb2.DeltaFrame.VerifiedTree, complaint: str) -> None:
+    with pytest.raises(WireError, match=complaint):
+        target_codec.decode_delta(target_pb2.DeltaFrame.Delta(trees=[tree]))
 
 
 @given(st.builds(EngineLoad, counts, counts, counts, counts, seconds))

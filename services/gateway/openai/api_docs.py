@@ -59,6 +59,16 @@ RESPONSE_SCHEMAS: Mapping[str, Json] = {
     ),
     "Prompt": object_of(prompt=TEXT),
     "Health": object_of(status=TEXT),
+    "OperatorState": object_of(
+        at={"type": "number"},
+        gateway=TEXT,
+        in_flight=NUMBER,
+        max_in_flight=NUMBER,
+        max_queue=NUMBER,
+        redis_unavailable={"type": "boolean"},
+        gateways=list_of({"type": "object"}),
+        models=list_of({"type": "object"}),
+    ),
     "Version": object_of(version=TEXT),
 }
 ROUTES: Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]] = {
@@ -69,6 +79,7 @@ ROUTES: Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]] =
     ("post", "/tokenize"): ((TokenizeTextBody, TokenizeChatBody), "Tokens", "A text or a conversation as token ids."),
     ("post", "/detokenize"): ((DetokenizeBody,), "Prompt", "Token ids as text."),
     ("get", "/health"): ((), "Health", "200 while requests would be served."),
+    ("get", "/operator/state"): ((), "OperatorState", "Models, queues, workers and acceptance, for `/operator`."),
     ("get", "/version"): ((), "Version", "Of Paceline."),
 }
 """By method and path: the bodies, the response schema, and a summary."""

@@ -16,10 +16,12 @@ from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import OVER_CONNECTION_LIMIT
 from paceline_services.gateway.openai.event_stream import encode_json
 from paceline_services.gateway.openai.http_metrics import CLIENT
+from paceline_services.gateway.pages.static_files import page_paths
 
 ANY_ORIGIN = "*"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
-"""For probes and Prometheus, which have no keys. vLLM leaves these open, too."""
+"""For probes and Prometheus, which have no keys. vLLM leaves these open, too. So are the files of the pages: a browser
+asks for them before it has a key."""
 
 
 class AuthMiddleware:
@@ -43,6 +45,9 @@ class AuthMiddleware:
             check_framing(headers)
             self._check_connection_limit(scope)
             self._check_origin(scope, headers)
+            if scope["path"] in page_paths():
+                await self._app(scope, receive, send)
+                return
             client = self._authenticator.client_for(headers.get("authorization"))
             with client.admit():
                 scope.setdefault("state", {})[CLIENT] = client

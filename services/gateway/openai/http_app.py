@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -46,6 +47,9 @@ from paceline_services.gateway.openai.http_metrics import (
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
 from paceline_services.gateway.openai.prompt_encoding import check_ids, encode, encode_chat, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
+from paceline_services.gateway.pages.demo_route import add_demo
+from paceline_services.gateway.pages.fleet_report import FleetReport
+from paceline_services.gateway.pages.static_files import add_pages
 from paceline_services.gateway.served_model import ServedModel
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
@@ -59,9 +63,17 @@ class JsonResponse(Response):
 
 
 def create_app(
-    models: ModelDirectory, registry: CollectorRegistry, authenticator: Authenticator, origins: Sequence[str] = ()
+    models: ModelDirectory,
+    registry: CollectorRegistry,
+    authenticator: Authenticator,
+    report: FleetReport,
+    origins: Sequence[str] = (),
+    demo_socket: Path | None = None,
 ) -> FastAPI:
-    """The application. `/metrics` shows what `registry` holds. `origins`: sites whose pages may use it."""
+    """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says.
+
+    `origins`: sites whose pages may use it. `demo_socket`: the launcher's, in demo mode.
+    """
     app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(AuthMiddleware, models, authenticator, origins)
     if origins:
@@ -77,7 +89,10 @@ def create_app(
     _add_generation(app, models, "/v1/chat/completions", "chat_completions", ChatBody, ChatCompletionResponse)
     _add_models(app, models)
     _add_tokens(app, models)
-    _add_operations(app, models, registry)
+    _add_operations(app, models, registry, report)
+    if demo_socket is not None:
+        add_demo(app, demo_socket)
+    add_pages(app, {"requires_key": authenticator.requires_key, "demo": demo_socket is not None})
     add_api_docs(app)
     return app
 
@@ -143,7 +158,9 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
         return JsonResponse({"prompt": await decoded})
 
 
-def _add_operations(app: FastAPI, models: ModelDirectory, registry: CollectorRegistry) -> None:
+def _add_operations(
+    app: FastAPI, models: ModelDirectory, registry: CollectorRegistry, report: FleetReport
+) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 only while requests can be served."""
@@ -153,6 +170,10 @@ def _add_operations(app: FastAPI, models: ModelDirectory, registry: CollectorReg
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/operator/state")
+    async def operator_state() -> Response:
+        return JsonResponse(await report.as_json())
 
     @app.get("/version")
     async def version() -> Response:

@@ -15,14 +15,14 @@ MIN_LOGPROB = -9999.0
 
 def completion_log_probs(delta: Delta, tokenizer: Tokenizer) -> Json:
     """Parallel lists over tokens; `text_offset` counts characters from the start of the choice's text."""
-    spelled = [_spelled(token, tokenizer) for token in delta.tokens]
+    tokens = [spelled(token, tokenizer) for token in delta.tokens]
     return {
-        "tokens": spelled,
+        "tokens": tokens,
         "token_logprobs": [_finite(each.log_prob) for each in delta.log_probs],
         "top_logprobs": [
-            {_spelled(token, tokenizer): _finite(log_prob) for token, log_prob in each.top}
+            {spelled(token, tokenizer): _finite(log_prob) for token, log_prob in each.top}
             | {drawn: _finite(each.log_prob)}
-            for drawn, each in zip(spelled, delta.log_probs, strict=True)
+            for drawn, each in zip(tokens, delta.log_probs, strict=True)
         ],
         "text_offset": delta.offsets,
     }
@@ -42,13 +42,14 @@ def chat_log_probs(delta: Delta, tokenizer: Tokenizer) -> Json:
 
 def _entry(token: int, log_prob: float, tokenizer: Tokenizer) -> Json:
     return {
-        "token": _spelled(token, tokenizer),
+        "token": spelled(token, tokenizer),
         "logprob": _finite(log_prob),
         "bytes": list(tokenizer.piece(token)),
     }
 
 
-def _spelled(token: int, tokenizer: Tokenizer) -> str:
+def spelled(token: int, tokenizer: Tokenizer) -> str:
+    """A token's text; U+FFFD stands for an incomplete character."""
     return tokenizer.piece(token).decode(errors="replace")
 
 

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.core.messages import Delta, GenerationRequest
+from paceline.core.messages import Delta, GenerationRequest, VerifiedTree
 from paceline_services.gateway.openai.bodies import CompletionBody, GenerationBody
-from paceline_services.gateway.openai.logprobs import chat_log_probs, completion_log_probs
+from paceline_services.gateway.openai.logprobs import chat_log_probs, completion_log_probs, spelled
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
 
@@ -36,6 +36,7 @@ class OpenAIResponse(ABC):
         self._reports = body.speculation_stats
         self._return_token_ids = body.return_token_ids
         self._return_accepted = body.return_accepted
+        self._return_tree = body.return_tree
         self._return_logprobs = body.top_log_probs is not None
         self._envelope: Json = {
             "id": f"{self.id_prefix}-{requests[0].group}",
@@ -62,7 +63,9 @@ class OpenAIResponse(ABC):
     def chunks(self, index: int, delta: Delta) -> Iterator[Json]:
         """The chunks for one delta of the index-th completion."""
         self._usage.add(index, delta)
-        by_token = self._return_token_ids or self._return_logprobs or self._return_accepted
+        by_token = (
+            self._return_token_ids or self._return_logprobs or self._return_accepted or self._return_tree
+        )
         if delta.text or (delta.tokens and by_token):
             yield self._chunk(self._entry(index, self.delta(delta.text), delta))
         if delta.finish_reason is not None:
@@ -87,7 +90,18 @@ class OpenAIResponse(ABC):
             entry["token_ids"] = delta.tokens
         if self._return_accepted:
             entry["accepted"], entry["text_offset"] = delta.accepted, delta.offsets
+        if self._return_tree:
+            entry["trees"] = [self._tree(tree) for tree in delta.trees]
         return entry
+
+    def _tree(self, tree: VerifiedTree) -> list[Json]:
+        """The nodes that a step verified. `parent`: the number of a node in this list, from 1; 0 is the root."""
+        return [
+            {"parent": parent, "token_id": token, "token": spelled(token, self._tokenizer), "accepted": accepted, "method": method}
+            for parent, token, accepted, method in zip(
+                tree.parents, tree.tokens, tree.accepted, tree.methods, strict=True
+            )
+        ]
 
     def _ending(self, index: int, delta: Delta) -> Iterator[Json]:
         entry = {"index": index, **self.delta(None), "logprobs": None}

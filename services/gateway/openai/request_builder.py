@@ -48,6 +48,7 @@ async def build_requests(
         cache_salt=client.cache_salt_for(body.cache_salt),
         client=client.name,
         group=request_id,
+        return_tree=body.return_tree,
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
         target_labels=labels,
         stop=body.stop or (),
