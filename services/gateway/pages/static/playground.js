@@ -1,0 +1,241 @@
+// The playground: runs and races requests, and shows who guessed their tokens.
+
+import { announce, byId, el, setText, sync } from "./dom.js";
+import { clearAcceptance, showAcceptance } from "./acceptance_view.js";
+import { firstDifference, kindOf, nameOf } from "./completion.js";
+import { pageSettings, requestJson, requireKey } from "./connection.js";
+import { Lane } from "./lane.js";
+import { RequestForm } from "./request_form.js";
+import { StepView } from "./step_view.js";
+import { setUpTheme } from "./theme.js";
+
+const KILL_AFTER = 0.25; // of a race's most tokens, where the kill button starts it
+const CHARTS_MS = 200;
+const KINDS = [
+  ["draft", "a draft"],
+  ["lookup", "a lookup"],
+  ["own", "the target itself"],
+];
+
+class Playground {
+  #form;
+  #steps = new StepView();
+  #messages = [];
+  #lanes = [];
+  #running = null;
+  // The lane whose steps and acceptance are shown.
+  #shown = null;
+  #chartsAt = 0;
+  #killing = false;
+
+  constructor(models, settings) {
+    this.#form = new RequestForm(models);
+    byId("request").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#start({ race: false });
+    });
+    byId("race").addEventListener("click", () => this.#start({ race: true }));
+    byId("stop").addEventListener("click", () => this.#running?.abort());
+    byId("clear").addEventListener("click", () => this.#clear());
+    byId("demo").hidden = !settings.demo;
+    byId("kill").addEventListener("click", () => this.#kill());
+    document.addEventListener("keydown", (event) => this.#key(event));
+    this.#showLegend(null);
+    requestAnimationFrame((now) => this.#frame(now));
+  }
+
+  #key(event) {
+    if (event.key === "Escape") this.#running?.abort();
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      this.#start({ race: event.shiftKey });
+    }
+  }
+
+  async #start({ race, killAt = null }) {
+    if (this.#running || !this.#form.valid()) return;
+    this.#running = new AbortController();
+    this.#form.setRunning(true);
+    const fast = new Lane(race || this.#form.speculates ? "Speculation on" : "Speculation off");
+    const lanes = race ? [new Lane("Speculation off"), fast] : [fast];
+    const turn = this.#addTurn(lanes);
+    announce(race ? "The race runs." : "Running.");
+    const text = this.#form.text;
+    await this.#runAll(lanes, race, killAt);
+    this.#finish(turn, lanes, text);
+  }
+
+  async #runAll(lanes, race, killAt) {
+    const { signal } = this.#running;
+    const { path, inTurn } = this.#form;
+    const bodies = lanes.map((_, index) =>
+      this.#form.body(this.#messages, race ? index === 1 : this.#form.speculates),
+    );
+    const fast = lanes.at(-1);
+    const onChunk = (lane) => {
+      if (lane !== fast || killAt === null || lane.completion.tokens.length < killAt) return;
+      killAt = null;
+      this.#killNow();
+    };
+    const run = (lane, index) => lane.run(path, bodies[index], signal, onChunk);
+    if (!inTurn) await Promise.all(lanes.map(run));
+    else for (const [index, lane] of lanes.entries()) if (!signal.aborted) await run(lane, index);
+  }
+
+  #finish(turn, lanes, text) {
+    const fast = lanes.at(-1);
+    this.#running = null;
+    this.#form.setRunning(false);
+    for (const lane of lanes) lane.render();
+    this.#showAcceptance();
+    this.#steps.finish();
+    if (this.#form.kind === "chat" && !fast.error && fast.completion.aligned) {
+      this.#messages.push({ role: "user", content: text }, { role: "assistant", content: fast.completion.text });
+    }
+    const words = lanes.length > 1 ? verdict(lanes, this.#form.inTurn) : endOf(fast);
+    if (lanes.length > 1 || fast.kill) turn.append(el("p", { class: `verdict ${words.kind}` }, el("strong", {}, words.title), ` ${words.text}`));
+    announce(`${words.title} ${words.text}`);
+    this.#scrollDown();
+  }
+
+  #addTurn(lanes) {
+    byId("welcome")?.remove();
+    if (this.#form.kind === "completion") this.#clear();
+    const turn = el(
+      "article",
+      { class: "turn" },
+      el("p", { class: "asked" }, el("span", { class: "unseen" }, "Asked: "), this.#form.text),
+      el("div", { class: lanes.length > 1 ? "lanes race" : "lanes" }, ...lanes.map((lane) => lane.element)),
+    );
+    for (const lane of lanes) {
+      lane.text.element.addEventListener("click", (event) => {
+        const token = lane.text.tokenAt(event);
+        if (token === null) return;
+        this.#show(lane);
+        this.#steps.pick(lane, token);
+      });
+    }
+    byId("turns").append(turn);
+    this.#lanes = lanes;
+    this.#show(lanes.at(-1));
+    this.#scrollDown();
+    return turn;
+  }
+
+  #show(lane) {
+    if (this.#shown === lane) return;
+    this.#shown = lane;
+    this.#steps.follow(lane);
+    this.#showAcceptance();
+  }
+
+  #showAcceptance() {
+    if (!this.#shown) return;
+    showAcceptance(this.#shown.completion);
+    this.#showLegend(this.#shown.completion);
+  }
+
+  // Who guessed how many tokens; before there are any, the colours alone.
+  #showLegend(completion) {
+    const counts = completion?.counts() ?? [];
+    const entries = counts.length ? counts.map(([method, count]) => [kindOf(method), nameOf(method), count]) : KINDS;
+    sync(
+      byId("legend"),
+      entries,
+      ([kind, name]) => `${kind} ${name}`,
+      ([kind, name]) => el("li", { class: kind }, el("i", { "aria-hidden": "true" }), name, el("b")),
+      (item, [, , count]) => setText(item.lastElementChild, count ? ` ${count}` : ""),
+    );
+  }
+
+  #frame(now) {
+    requestAnimationFrame((next) => this.#frame(next));
+    if (this.#running) {
+      for (const lane of this.#lanes) if (lane.running) lane.render();
+      this.#scrollDown();
+      if (now - this.#chartsAt > CHARTS_MS) {
+        this.#chartsAt = now;
+        this.#showAcceptance();
+      }
+    }
+    this.#steps.update(now);
+  }
+
+  #scrollDown() {
+    const turns = byId("turns");
+    turns.scrollTop = turns.scrollHeight;
+  }
+
+  #clear() {
+    this.#messages = [];
+    this.#lanes = [];
+    byId("turns").replaceChildren();
+    clearAcceptance();
+  }
+
+  // While a request runs: now. Else in the middle of a race, which shows that nothing happens to the text.
+  #kill() {
+    if (this.#running) this.#killNow();
+    else this.#start({ race: true, killAt: Math.max(1, Math.round(KILL_AFTER * this.#form.maxTokens)) });
+  }
+
+  async #killNow() {
+    if (this.#killing) return;
+    this.#killing = true;
+    const lane = this.#lanes.at(-1);
+    try {
+      const { killed } = await requestJson("/demo/kill-draft", { method: "POST" });
+      if (killed && lane) lane.noteKill(killed);
+      announce(killed ? `${killed} was killed.` : "No draft worker runs now: it is being started again.");
+    } catch (error) {
+      announce(error.message);
+    } finally {
+      this.#killing = false;
+    }
+  }
+}
+
+// Whether both outputs of a race are the same tokens, in words.
+function verdict([plain, fast], inTurn) {
+  if (plain.error || fast.error) return { kind: "open", title: "No result.", text: "The race did not finish." };
+  const [left, right] = [plain.completion, fast.completion];
+  const at = firstDifference(left.tokens, right.tokens);
+  const speed = `Speculation was ${(fast.tokensPerSecond / plain.tokensPerSecond).toFixed(2)} times as fast.`;
+  if (at === null) {
+    const killed = fast.kill ? `${fast.kill.worker} was killed after token ${fast.kill.token}, and nothing happened to the text. ` : "";
+    const shared = inTurn ? "" : " Both shared the target's steps; race one after the other for each one's own speed.";
+    return { kind: "same", title: "Identical.", text: `All ${left.tokens.length} token ids are equal. ${killed}${speed}${shared}` };
+  }
+  const promise =
+    right.speculation?.drafter_invariant === false
+      ? ` The strategy ${right.speculation.strategy} does not promise the same tokens.`
+      : "";
+  const text = `Token ${at + 1} is ${tokenWords(left, at)} without speculation and ${tokenWords(right, at)} with it.${promise}`;
+  return { kind: "different", title: "Different.", text };
+}
+
+function tokenWords(completion, index) {
+  return index < completion.tokens.length ? `${completion.tokens[index]} (“${completion.tokenText(index)}”)` : "missing";
+}
+
+function endOf(lane) {
+  if (lane.error) return { kind: "open", title: "Ended.", text: lane.error };
+  const count = lane.completion.tokens.length;
+  if (!lane.kill) return { kind: "same", title: "Finished.", text: `${count} tokens at ${lane.tokensPerSecond.toFixed(0)} tokens per second.` };
+  const after = count - lane.kill.token;
+  return { kind: "same", title: "The text went on.", text: `${lane.kill.worker} was killed after token ${lane.kill.token}; ${after} more tokens followed.` };
+}
+
+async function main() {
+  setUpTheme();
+  try {
+    const settings = await pageSettings();
+    if (settings.requires_key) await requireKey();
+    const models = (await requestJson("/v1/models")).data;
+    new Playground(models, settings);
+  } catch (error) {
+    byId("welcome").replaceChildren(el("p", { class: "trouble", role: "alert" }, error.message));
+  }
+}
+
+main();

@@ -1,0 +1,118 @@
+// The step that is looked at: its tree, in words too, and its tokens marked in the text. It follows a running lane until
+// somebody chooses a step.
+
+import { byId, setText } from "./dom.js";
+import { drawTree, stepWords } from "./tree_view.js";
+
+const DWELL_MS = 750;
+
+export class StepView {
+  #lane = null;
+  #shown = -1;
+  #shownAt = 0;
+  #following = false;
+  #playing = false;
+  #slider = byId("step");
+  #play = byId("play");
+  #longest = byId("longest");
+
+  constructor() {
+    this.#slider.addEventListener("input", () => {
+      this.#choose();
+      this.show(Number(this.#slider.value) - 1, false);
+    });
+    this.#longest.addEventListener("click", () => {
+      this.#choose();
+      this.showLongest();
+    });
+    this.#play.addEventListener("click", () => this.#setPlaying(!this.#playing));
+    byId("tree").replaceChildren();
+  }
+
+  // Show the steps of this lane from now on.
+  follow(lane) {
+    this.#lane?.text.mark(null);
+    this.#lane = lane;
+    this.#shown = -1;
+    this.#following = true;
+    this.#setPlaying(false);
+    this.update(performance.now());
+  }
+
+  // Show the lane of a text, at the step that committed one of its tokens.
+  pick(lane, token) {
+    if (this.#lane !== lane) this.follow(lane);
+    this.#choose();
+    this.show(lane.completion.stepOf(token), false);
+  }
+
+  // To be called with each frame. `now`: as performance.now().
+  update(now) {
+    const steps = this.#steps();
+    this.#slider.max = Math.max(1, steps.length);
+    for (const control of [this.#slider, this.#play, this.#longest]) control.disabled = !steps.length;
+    if (!steps.length || now - this.#shownAt < DWELL_MS) return;
+    if (this.#playing) this.#playNext(steps);
+    else if (this.#following && this.#lane.running) this.show(newest(steps), true);
+  }
+
+  // The lane has ended: show its step with the most accepted guesses.
+  finish() {
+    if (!this.#following) return;
+    this.#following = false;
+    this.showLongest();
+  }
+
+  showLongest() {
+    const steps = this.#steps();
+    if (steps.length) this.show(steps.reduce((best, step, index) => (step.accepted > steps[best].accepted ? index : best), 0), true);
+  }
+
+  show(index, animated) {
+    const steps = this.#steps();
+    if (index === this.#shown || index < 0 || index >= steps.length) return;
+    const [step, completion] = [steps[index], this.#lane.completion];
+    this.#shown = index;
+    this.#shownAt = performance.now();
+    const own = step.count > step.accepted;
+    const texts = {
+      root: step.first ? completion.tokenText(step.first - 1) : "prompt",
+      guess: (number) => completion.tokenText(step.first + number),
+      bonus: own ? completion.tokenText(step.first + step.count - 1) : null,
+    };
+    drawTree(byId("tree"), step, texts, animated);
+    this.#lane.text.mark(step);
+    this.#slider.value = index + 1;
+    const words = `${index + 1} of ${steps.length}. ${stepWords(step)}`;
+    this.#slider.setAttribute("aria-valuetext", words);
+    setText(byId("step-words"), words);
+  }
+
+  #steps() {
+    return this.#lane?.completion.steps ?? [];
+  }
+
+  #choose() {
+    this.#following = false;
+    this.#setPlaying(false);
+  }
+
+  #setPlaying(playing) {
+    if (playing && this.#shown >= this.#steps().length - 1) this.#shown = -1;
+    this.#following &&= !playing;
+    this.#playing = playing;
+    this.#play.setAttribute("aria-pressed", String(playing));
+    setText(this.#play, playing ? "Pause" : "Play");
+  }
+
+  #playNext(steps) {
+    if (this.#shown + 1 >= steps.length) this.#setPlaying(false);
+    else this.show(this.#shown + 1, true);
+  }
+}
+
+// The newest step with guesses; the newest one if there is none.
+function newest(steps) {
+  const last = steps.findLastIndex((step) => step.nodes.length);
+  return last < 0 ? steps.length - 1 : last;
+}
