@@ -29,6 +29,7 @@ from paceline.core.messages import (
     TargetDescription,
     Timings,
     Usage,
+    VerifiedTree,
 )
 from paceline.engine.engine_messages import CancelRequest
 from paceline.state import StateStore, WorkerRecord, open_store
@@ -126,6 +127,8 @@ class ScriptedDecoder:
             await self.gate.wait()
             tokens = output[at : at + self._burst]
             delta = Delta(request.request_id, tokens, [index > 0 for index in range(len(tokens))])
+            if request.return_tree:
+                delta.trees = [guessed_tree(tokens)]
             if params.logprobs is not None:
                 delta.log_probs = [log_probs(token, params.logprobs) for token in tokens]
             if at + self._burst >= len(output):
@@ -156,6 +159,17 @@ class ScriptedDecoder:
 
 def log_probs(token: int, top: int) -> LogProbs:
     return LogProbs(-0.5, [((token + rank) % 4096, -0.5 - rank) for rank in range(top)])
+
+
+def guessed_tree(tokens: Sequence[int]) -> VerifiedTree:
+    """The tree of a step that committed these tokens, all but the first guessed: and a refused guess below the root."""
+    guesses = len(tokens) - 1
+    return VerifiedTree(
+        parents=[*range(guesses), 0],
+        tokens=[*tokens[1:], 17],
+        accepted=[True] * guesses + [False],
+        methods=["draft_model"] * guesses + ["ngram"],
+    )
 
 
 class Bookkeeper:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -15,6 +16,7 @@ from paceline.core.growth import Growth
 from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import RowCost, StepCost
+from paceline.drafting import build_lookups
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, DraftUpdates, LocalDraftClient, NoDraftClient
@@ -162,6 +164,40 @@ def served(target: Engine, *submissions: GenerationRequest, steps: list[StepStat
             steps.append(target.last_step)
         target.check_integrity()
     return results
+
+
+@pytest.mark.parametrize(
+    ("drafting", "methods"), [(local, {"draft_model", "ngram"}), (NoDraftClient, {"ngram"})], ids=["both", "lookup"]
+)
+def test_a_tree_has_what_its_step_verified(drafting: Callable[[], DraftClient], methods: set[str]) -> None:
+    """The accepted nodes are one path, that of the committed guesses."""
+    speculation = {"method": ["ngram", "draft_model"], "model": "table:64"}
+    lookups = [LocalDraftClient(each) for each in build_lookups(SpeculativeConfig.model_validate(speculation))]
+    target = engine(drafting(), lookups=lookups, speculation=speculation)
+    target.submit(replace(submission(output=LONG), return_tree=True))
+    nodes, deltas = [], []
+    while target.busy:
+        deltas += target.step()
+    for delta in deltas:
+        [tree] = delta.trees
+        path, reached = [], 0
+        for number, node in enumerate(zip(tree.parents, tree.tokens, tree.accepted, tree.methods, strict=True), 1):
+            parent, token, accepted, _ = node
+            assert parent < number
+            if accepted:
+                assert parent == reached
+                path, reached = [*path, token], number
+            nodes.append(node)
+        assert path == delta.tokens[: sum(delta.accepted)]
+    assert [token for delta in deltas for token in delta.tokens] == answer()
+    stats = deltas[-1].speculation
+    assert stats is not None
+    assert len(nodes) == stats.drafted_tokens > sum(accepted for _, _, accepted, _ in nodes) == stats.accepted_tokens > 0
+    assert {method for *_, method in nodes} <= methods
+
+
+def test_trees_are_made_on_request_alone() -> None:
+    assert served(engine(local()), submission())["a"].trees == []
 
 
 class TestStepStats:
