@@ -15,7 +15,7 @@ FAILED = 1
 
 
 KILL_DRAFT = b"kill draft\n"
-"""What a gateway in demo mode writes to its launcher's socket. The reply is one line: the draft worker's id, or empty."""
+"""What a gateway in demo mode writes to its launcher's socket. The reply is a line: a draft worker's id, or nothing."""
 
 
 class StartError(Exception):

@@ -89,7 +89,7 @@ class Deployment:
         return f"http://{host}:{self.port}"
 
     def programs(self, redis_url: str, demo_socket: Path | None = None) -> list[list[Program]]:
-        """Groups of programs in the order in which they are to stop. `demo_socket`: this launcher's, for the gateway."""
+        """Groups of programs in the order in which they are to stop. `demo_socket`: for the gateway of a demo."""
         targets = (self._target(redis_url, index, worker_id) for index, worker_id in enumerate(self.targets))
         drafts = (self._draft(redis_url, index, worker_id) for index, worker_id in enumerate(self.drafts))
         return [[self._gateway(redis_url, demo_socket)], list(chain(*targets)), list(chain(*drafts))]

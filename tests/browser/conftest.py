@@ -1,4 +1,4 @@
-"""Headless Chromium, Debian's: `apt-get install chromium`. Without it these tests are left out; where CI runs they fail."""
+"""They need headless Chromium: `apt-get install chromium`. Without it they are left out; where CI runs they fail."""
 
 from __future__ import annotations
 

@@ -96,11 +96,16 @@ class OpenAIResponse(ABC):
 
     def _tree(self, tree: VerifiedTree) -> list[Json]:
         """The nodes that a step verified. `parent`: the number of a node in this list, from 1; 0 is the root."""
+        nodes = zip(tree.parents, tree.tokens, tree.accepted, tree.methods, strict=True)
         return [
-            {"parent": parent, "token_id": token, "token": spelled(token, self._tokenizer), "accepted": accepted, "method": method}
-            for parent, token, accepted, method in zip(
-                tree.parents, tree.tokens, tree.accepted, tree.methods, strict=True
-            )
+            {
+                "parent": parent,
+                "token_id": token,
+                "token": spelled(token, self._tokenizer),
+                "accepted": accepted,
+                "method": method,
+            }
+            for parent, token, accepted, method in nodes
         ]
 
     def _ending(self, index: int, delta: Delta) -> Iterator[Json]:

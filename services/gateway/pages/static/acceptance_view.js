@@ -9,7 +9,8 @@ export function showAcceptance(completion) {
   const server = completion.speculation;
   const tried = server?.drafted_by_depth ?? drafted;
   const taken = server?.accepted_by_depth ?? accepted;
-  showBars(byId("by-depth"), tried.map((count, index) => depthBar(index, index ? Math.min(count, taken[index - 1]) : count, taken[index])));
+  const reached = tried.map((count, index) => (index ? Math.min(count, taken[index - 1]) : count));
+  showBars(byId("by-depth"), reached.map((count, index) => depthBar(index, count, taken[index])));
   const most = Math.max(1, ...lengths);
   showBars(byId("by-length"), lengths.map((count, length) => ({ name: length, share: count / most, value: count })));
   const total = taken.reduce((sum, count) => sum + count, 0);
@@ -39,8 +40,10 @@ function showBars(body, bars) {
     body,
     bars,
     (bar) => bar.name,
-    (bar) =>
-      el("tr", {}, el("th", { scope: "row" }, String(bar.name)), el("td", { class: "bar" }, el("i")), el("td", { class: "value" })),
+    ({ name }) => {
+      const cells = [el("td", { class: "bar" }, el("i")), el("td", { class: "value" })];
+      return el("tr", {}, el("th", { scope: "row" }, String(name)), ...cells);
+    },
     (row, bar) => {
       setShare(row.children[1].firstElementChild, bar.share);
       setText(row.children[2], bar.detail ? `${bar.value}  ${bar.detail}` : bar.value);

@@ -128,7 +128,8 @@ export function firstDifference(left, right) {
 
 // What is known of a step whose tree the API does not send: the accepted guesses.
 function chain(accepted) {
-  return Array.from({ length: accepted }, (_, index) => ({ parent: index, token: null, accepted: true, method: "draft" }));
+  const node = (_, parent) => ({ parent, token: null, accepted: true, method: "draft" });
+  return Array.from({ length: accepted }, node);
 }
 
 function textParts(choice) {

@@ -31,8 +31,8 @@ export async function requestJson(path, options = {}) {
 
 // The objects of an event stream as they come, until [DONE]. `signal` aborts it.
 export async function* requestStream(path, body, signal) {
-  const options = { method: "POST", body: JSON.stringify(body), signal, headers: { "content-type": "application/json" } };
-  const response = await request(path, options);
+  const headers = { "content-type": "application/json" };
+  const response = await request(path, { method: "POST", body: JSON.stringify(body), signal, headers });
   for await (const line of lines(response.body)) {
     if (line === "data: [DONE]") return;
     if (!line.startsWith("data: ")) continue;

@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-// el("p", { class: "hint" }, "text", child, ...): an HTML element. Attributes whose value is null or false are left out.
+// el("p", { class: "hint" }, "text", child, ...): an HTML element. Attributes that are null or false are left out.
 export function el(tag, attributes = {}, ...children) {
   return furnished(document.createElement(tag), attributes, children);
 }
@@ -46,7 +46,8 @@ export function announce(text) {
 
 function furnished(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+    if (value === true) element.setAttribute(name, "");
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
   }
   element.append(...children);
   return element;

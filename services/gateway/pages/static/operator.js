@@ -13,11 +13,12 @@ const REFRESH_MANY_MS = 2000;
 const MANY_WORKERS = 200;
 const SPEED_S = 5;
 const LATENCY_S = 60;
+const REDIS_AWAY = "Redis is away. Serving goes on; other gateways and acceptance are as last known.";
 
 const idOf = (worker) => worker.key;
 const count = (number) => Math.round(number).toLocaleString("en");
 const percent = (share) => `${Math.round(100 * share)} %`;
-const keysInUse = (target) => (target.slots ? 1 - target.free_slots / target.slots : 0);
+const kvInUse = (target) => (target.slots ? 1 - target.free_slots / target.slots : 0);
 
 const WORKER = { title: "Worker", text: (worker) => worker.id, small: (worker) => worker.address };
 const STATE = {
@@ -37,8 +38,8 @@ const TARGET_COLUMNS = [
   { title: "Method", text: (target) => nameOf(target.method || "–"), small: (target) => target.labels.join(", ") },
   { title: "Running", text: (target) => count(target.running), value: (target) => target.running, numeric: true },
   { title: "Waiting", text: (target) => count(target.waiting), value: (target) => target.waiting, numeric: true },
-  { title: "KV in use", text: (target) => percent(keysInUse(target)), value: keysInUse, share: keysInUse, numeric: true },
-  { title: "Step", text: (target) => (target.step_s ? `${(1000 * target.step_s).toFixed(1)} ms` : "–"), value: (target) => target.step_s, numeric: true },
+  { title: "KV in use", text: (target) => percent(kvInUse(target)), value: kvInUse, share: kvInUse, numeric: true },
+  { title: "Step", text: stepText, value: (target) => target.step_s, numeric: true },
 ];
 const DRAFT_COLUMNS = [
   WORKER,
@@ -48,10 +49,20 @@ const DRAFT_COLUMNS = [
   { title: "Requests", text: (draft) => count(draft.requests), value: (draft) => draft.requests, numeric: true },
 ];
 const KIND_COLUMNS = [
-  { title: "Draft", text: (kind) => nameOf(kind.method), small: (kind) => (kind.model ? baseName(kind.model) : "as targets measured") },
+  { title: "Draft", text: (kind) => nameOf(kind.method), small: (kind) => baseName(kind.model) || "all, as targets measured" },
   { title: "Requests", text: (kind) => kind.requests },
-  { title: "Verifications", text: (kind) => count(kind.verifications), value: (kind) => kind.verifications, numeric: true },
-  { title: "Length", text: (kind) => kind.acceptance_length.toFixed(2), value: (kind) => kind.acceptance_length, numeric: true },
+  {
+    title: "Verifications",
+    text: (kind) => count(kind.verifications),
+    value: (kind) => kind.verifications,
+    numeric: true,
+  },
+  {
+    title: "Length",
+    text: (kind) => kind.acceptance_length.toFixed(2),
+    value: (kind) => kind.acceptance_length,
+    numeric: true,
+  },
   { title: "By depth", text: () => "", value: (kind) => kind.rates[0] ?? 0, cell: showRates },
 ];
 const GATEWAY_COLUMNS = [
@@ -98,7 +109,7 @@ class Operator {
       this.#remember(this.#report);
       this.#showFigures(this.#report);
       this.#showWorkers(this.#report);
-      this.#showTrouble(this.#report.redis_unavailable ? "Redis is away. Serving goes on; other gateways and acceptance are as last known." : "");
+      this.#showTrouble(this.#report.redis_unavailable ? REDIS_AWAY : "");
     } catch (error) {
       this.#showTrouble(`No report: ${error.message}`);
     }
@@ -120,7 +131,8 @@ class Operator {
   #showFigures(report) {
     const speed = sum(report.gateways, (gateway) => gateway.rate);
     this.#sparkline.add(speed);
-    figure("tokens-per-s", count(speed), report.gateways.length > 1 ? `of ${report.gateways.length} gateways` : `over ${SPEED_S} s`);
+    const gateways = report.gateways.length;
+    figure("tokens-per-s", count(speed), gateways > 1 ? `of ${gateways} gateways` : `over ${SPEED_S} s`);
     const running = sum(report.gateways, (gateway) => gateway.running);
     figure("running", count(running), `here ${count(report.in_flight)} of ${count(report.max_in_flight)}`);
     setShare(byId("running-meter"), report.in_flight / report.max_in_flight);
@@ -133,7 +145,8 @@ class Operator {
     const { length, verifications } = acceptance(report.kinds);
     figure("acceptance", verifications ? length.toFixed(2) : "–", "accepted per verification");
     const reasons = rejections(report.models);
-    figure("rejected", count(sum(reasons, ([, number]) => number)), reasons.map(([reason, number]) => `${reason} ${number}`).join(", ") || "none");
+    const words = reasons.map(([reason, number]) => `${reason} ${number}`).join(", ");
+    figure("rejected", count(sum(reasons, ([, number]) => number)), words || "none");
     setText(byId("gateway"), report.gateway);
   }
 
@@ -143,7 +156,7 @@ class Operator {
     this.#drafts.show(report.drafts, filter);
     this.#kinds.show(report.kinds);
     this.#gateways.show(report.gateways);
-    showMap(byId("targets-map"), report.targets, keysInUse);
+    showMap(byId("targets-map"), report.targets, kvInUse);
     const most = Math.max(1, ...report.drafts.map((draft) => draft.requests));
     showMap(byId("drafts-map"), report.drafts, (draft) => draft.requests / most);
     setText(byId("targets-words"), stateWords(report.targets));
@@ -165,7 +178,9 @@ class Operator {
 function flattened(report) {
   const all = (name) =>
     report.models.flatMap((model) =>
-      model[name].map((entry) => ({ ...entry, serves: model.model, key: `${model.model} ${entry.id}@${entry.address}` })),
+      model[name].map((entry) => {
+        return { ...entry, serves: model.model, key: `${model.model} ${entry.id}@${entry.address}` };
+      }),
     );
   const kinds = report.models.flatMap((model) =>
     model.acceptance.map((kind) => ({ ...kind, key: `${model.model} ${kind.method} ${kind.model} ${kind.requests}` })),
@@ -195,9 +210,15 @@ function acceptance(kinds) {
 function rejections(models) {
   const totals = new Map();
   for (const model of models) {
-    for (const [reason, number] of Object.entries(model.rejections)) totals.set(reason, (totals.get(reason) ?? 0) + number);
+    for (const [reason, number] of Object.entries(model.rejections)) {
+      totals.set(reason, (totals.get(reason) ?? 0) + number);
+    }
   }
   return [...totals].filter(([, number]) => number);
+}
+
+function stepText(target) {
+  return target.step_s ? `${(1000 * target.step_s).toFixed(1)} ms` : "–";
 }
 
 function duration(seconds) {

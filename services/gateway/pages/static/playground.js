@@ -93,7 +93,9 @@ class Playground {
       this.#messages.push({ role: "user", content: text }, { role: "assistant", content: fast.completion.text });
     }
     const words = lanes.length > 1 ? verdict(lanes, this.#form.inTurn) : endOf(fast);
-    if (lanes.length > 1 || fast.kill) turn.append(el("p", { class: `verdict ${words.kind}` }, el("strong", {}, words.title), ` ${words.text}`));
+    if (lanes.length > 1 || fast.kill) {
+      turn.append(el("p", { class: `verdict ${words.kind}` }, el("strong", {}, words.title), ` ${words.text}`));
+    }
     announce(`${words.title} ${words.text}`);
     this.#scrollDown();
   }
@@ -200,30 +202,37 @@ function verdict([plain, fast], inTurn) {
   if (plain.error || fast.error) return { kind: "open", title: "No result.", text: "The race did not finish." };
   const [left, right] = [plain.completion, fast.completion];
   const at = firstDifference(left.tokens, right.tokens);
-  const speed = `Speculation was ${(fast.tokensPerSecond / plain.tokensPerSecond).toFixed(2)} times as fast.`;
   if (at === null) {
-    const killed = fast.kill ? `${fast.kill.worker} was killed after token ${fast.kill.token}, and nothing happened to the text. ` : "";
-    const shared = inTurn ? "" : " Both shared the target's steps; race one after the other for each one's own speed.";
-    return { kind: "same", title: "Identical.", text: `All ${left.tokens.length} token ids are equal. ${killed}${speed}${shared}` };
+    const words = [`All ${left.tokens.length} token ids are equal.`];
+    if (fast.kill) words.push(`${killWords(fast.kill)}, and nothing happened to the text.`);
+    words.push(`Speculation was ${(fast.tokensPerSecond / plain.tokensPerSecond).toFixed(2)} times as fast.`);
+    if (!inTurn) words.push("Both shared the target's steps; race one after the other for each one's own speed.");
+    return { kind: "same", title: "Identical.", text: words.join(" ") };
   }
   const promise =
     right.speculation?.drafter_invariant === false
       ? ` The strategy ${right.speculation.strategy} does not promise the same tokens.`
       : "";
-  const text = `Token ${at + 1} is ${tokenWords(left, at)} without speculation and ${tokenWords(right, at)} with it.${promise}`;
-  return { kind: "different", title: "Different.", text };
+  const tokens = `${tokenWords(left, at)} without speculation and ${tokenWords(right, at)} with it`;
+  return { kind: "different", title: "Different.", text: `Token ${at + 1} is ${tokens}.${promise}` };
 }
 
 function tokenWords(completion, index) {
-  return index < completion.tokens.length ? `${completion.tokens[index]} (“${completion.tokenText(index)}”)` : "missing";
+  if (index >= completion.tokens.length) return "missing";
+  return `${completion.tokens[index]} (“${completion.tokenText(index)}”)`;
 }
 
 function endOf(lane) {
   if (lane.error) return { kind: "open", title: "Ended.", text: lane.error };
   const count = lane.completion.tokens.length;
-  if (!lane.kill) return { kind: "same", title: "Finished.", text: `${count} tokens at ${lane.tokensPerSecond.toFixed(0)} tokens per second.` };
-  const after = count - lane.kill.token;
-  return { kind: "same", title: "The text went on.", text: `${lane.kill.worker} was killed after token ${lane.kill.token}; ${after} more tokens followed.` };
+  const speed = `${count} tokens at ${lane.tokensPerSecond.toFixed(0)} tokens per second.`;
+  if (!lane.kill) return { kind: "same", title: "Finished.", text: speed };
+  const text = `${killWords(lane.kill)}; ${count - lane.kill.token} more tokens followed.`;
+  return { kind: "same", title: "The text went on.", text };
+}
+
+function killWords({ worker, token }) {
+  return `${worker} was killed after token ${token}`;
 }
 
 async function main() {

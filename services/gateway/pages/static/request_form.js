@@ -4,7 +4,11 @@ import { byId, el, setText } from "./dom.js";
 
 const PYDOC = {
   chat: ["What does json.dumps do?", "What does itertools.groupby return?", "How do I read a file line by line?"],
-  completion: ["def area(width, height):\n    return", "import json\n\ndef load(path):\n", "class Stack:\n    def __init__(self):\n"],
+  completion: [
+    "def area(width, height):\n    return",
+    "import json\n\ndef load(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+  ],
 };
 const NUMBERS = { chat: ["1 2 3"], completion: ["1 2 3", "7 8 9 7 8 9"] };
 const GENERAL = {
@@ -95,7 +99,8 @@ export class RequestForm {
     const examples = examplesFor(byId("model").value)[this.kind];
     byId("examples").replaceChildren(
       ...examples.map((example) => {
-        const button = el("button", { type: "button", class: "chip" }, example.trimEnd().replaceAll(/\s*\n\s*/g, " ⏎ "));
+        const shown = example.trimEnd().replaceAll(/\s*\n\s*/g, " ⏎ ");
+        const button = el("button", { type: "button", class: "chip" }, shown);
         button.addEventListener("click", () => {
           this.#prompt.value = example;
           this.#prompt.focus();

@@ -14,7 +14,8 @@ export class Sparkline {
   constructor(container, most) {
     this.#most = most;
     const viewBox = `0 0 ${WIDTH} ${HEIGHT}`;
-    container.append(svg("svg", { viewBox, preserveAspectRatio: "none", "aria-hidden": "true" }, this.#area, this.#line));
+    const attributes = { viewBox, preserveAspectRatio: "none", "aria-hidden": "true" };
+    container.append(svg("svg", attributes, this.#area, this.#line));
   }
 
   add(value) {

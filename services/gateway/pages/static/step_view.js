@@ -1,5 +1,5 @@
-// The step that is looked at: its tree, in words too, and its tokens marked in the text. It follows a running lane until
-// somebody chooses a step.
+// The step that is looked at: its tree, in words too, and its tokens marked in the text. It follows a running lane
+// until somebody chooses a step.
 
 import { byId, setText } from "./dom.js";
 import { drawTree, stepWords } from "./tree_view.js";
@@ -65,7 +65,8 @@ export class StepView {
 
   showLongest() {
     const steps = this.#steps();
-    if (steps.length) this.show(steps.reduce((best, step, index) => (step.accepted > steps[best].accepted ? index : best), 0), true);
+    const longest = Math.max(...steps.map((step) => step.accepted));
+    this.show(steps.findIndex((step) => step.accepted === longest), true);
   }
 
   show(index, animated) {

@@ -70,7 +70,8 @@ export class TokenText {
       this.#byStep = true;
       this.#spans = [];
     }
-    const parts = this.#completion.steps.flatMap((step) => step.parts.map(([kind, text]) => [kind, text, step.accepted]));
+    const { steps } = this.#completion;
+    const parts = steps.flatMap((step) => step.parts.map(([kind, text]) => [kind, text, step.accepted]));
     for (const [kind, text, accepted] of parts.slice(this.#spans.length)) {
       const span = el("span", { class: `part ${kind} ${accepted ? "draft" : "own"}` }, text);
       this.#spans.push(span);

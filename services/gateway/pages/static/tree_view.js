@@ -66,7 +66,8 @@ function placed(step, texts) {
   });
   if (texts.bonus !== null) {
     const parent = guesses.findLast((_, index) => step.nodes[index].accepted) ?? root;
-    all.push({ depth: parent.depth + 1, label: visible(texts.bonus), kind: "own", about: "the target's own token", parent });
+    const about = "the target's own token";
+    all.push({ depth: parent.depth + 1, label: visible(texts.bonus), kind: "own", about, parent });
   }
   assignRows(root, all);
   return all;
@@ -111,7 +112,8 @@ function edge(node, columns) {
   const to = columns[node.depth].x;
   const [y1, y2] = [middle(node.parent), middle(node)];
   const bend = to - GAP / 2;
-  const path = svg("path", { d: `M${from} ${y1}H${to - GAP}C${bend} ${y1} ${bend} ${y2} ${to} ${y2}`, class: `edge ${node.kind}` });
+  const line = `M${from} ${y1}H${to - GAP}C${bend} ${y1} ${bend} ${y2} ${to} ${y2}`;
+  const path = svg("path", { d: line, class: `edge ${node.kind}` });
   delay(path, node.depth);
   return path;
 }

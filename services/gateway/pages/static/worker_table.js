@@ -3,6 +3,7 @@
 import { el, setShare, setText, sync } from "./dom.js";
 
 const ROWS = 100;
+const NAMES = new Intl.Collator("en", { numeric: true });
 
 export class WorkerTable {
   #columns;
@@ -23,7 +24,8 @@ export class WorkerTable {
     this.#columns = columns;
     this.#key = key;
     this.#empty = el("p", { class: "empty" }, empty);
-    this.#table = el("table", { class: "workers" }, el("thead", {}, el("tr", {}, ...columns.map((column, index) => this.#header(column, index)))), this.#body);
+    const headers = columns.map((column, index) => this.#header(column, index));
+    this.#table = el("table", { class: "workers" }, el("thead", {}, el("tr", {}, ...headers)), this.#body);
     container.append(this.#table, this.#empty, this.#more);
     this.#more.addEventListener("click", () => {
       this.#all = true;
@@ -39,7 +41,8 @@ export class WorkerTable {
 
   #header(column, index) {
     const button = el("button", { type: "button" }, column.title);
-    const header = el("th", { scope: "col", class: column.numeric ? "number" : null, "aria-sort": index ? "none" : "ascending" }, button);
+    const attributes = { scope: "col", class: column.numeric && "number", "aria-sort": index ? "none" : "ascending" };
+    const header = el("th", attributes, button);
     button.addEventListener("click", () => {
       this.#descending = this.#sorted === index ? !this.#descending : Boolean(column.numeric);
       this.#sorted = index;
@@ -53,7 +56,8 @@ export class WorkerTable {
   #render() {
     const found = this.#items.filter((item) => this.#matches(item)).sort((a, b) => this.#compare(a, b));
     const shown = this.#all ? found : found.slice(0, ROWS);
-    sync(this.#body, shown, this.#key, () => el("tr", {}, ...this.#columns.map(newCell)), (row, item) => this.#update(row, item));
+    const newRow = () => el("tr", {}, ...this.#columns.map(newCell));
+    sync(this.#body, shown, this.#key, newRow, (row, item) => this.#update(row, item));
     this.#table.hidden = !found.length;
     this.#empty.hidden = Boolean(found.length);
     this.#more.hidden = shown.length === found.length;
@@ -68,9 +72,8 @@ export class WorkerTable {
   #compare(a, b) {
     const column = this.#columns[this.#sorted];
     const value = column.value ?? column.text;
-    const [left, right] = [value(a), value(b)];
-    const order = typeof left === "number" ? left - right : String(left).localeCompare(String(right), "en", { numeric: true });
-    return (this.#descending ? -order : order) || String(this.#key(a)).localeCompare(String(this.#key(b)), "en", { numeric: true });
+    const order = compared(value(a), value(b));
+    return (this.#descending ? -order : order) || compared(this.#key(a), this.#key(b));
   }
 
   #update(row, item) {
@@ -87,10 +90,16 @@ export class WorkerTable {
   }
 }
 
+// Numbers in names by their value: worker-9 before worker-10.
+function compared(left, right) {
+  if (typeof left === "number") return left - right;
+  return NAMES.compare(left, right);
+}
+
 function newCell(column, index) {
   const parts = column.cell ? [] : [el("span")];
   if (column.small) parts.push(el("small"));
   if (column.share) parts.push(el("div", { class: "meter", "aria-hidden": "true" }, el("i")));
-  const attributes = { class: column.numeric ? "number" : null };
+  const attributes = { class: column.numeric && "number" };
   return index ? el("td", attributes, ...parts) : el("th", { scope: "row" }, ...parts);
 }
