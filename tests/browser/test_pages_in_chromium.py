@@ -149,8 +149,9 @@ async def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_pa
 async def test_hundreds_of_workers(browser: Browser, tmp_path: Path) -> None:
     async with open_stack(counts, counts) as stack:
         for number in range(WORKERS):
-            described = f"draft-{number}", f"127.0.0.1:{number + 1}", "pydoc-draft", "draft_model", TOKENIZER.fingerprint
-            record = WorkerRecord("draft", *described, time.time())
+            name, address = f"draft-{number}", f"127.0.0.1:{number + 1}"
+            described = "pydoc-draft", "draft_model", TOKENIZER.fingerprint
+            record = WorkerRecord("draft", name, address, *described, time.time())
             await stack.store.registry.heartbeat(record, {"requests": float(number % 7)})
         async with visit(browser, f"http://{stack.addresses.http}/operator") as visited:
             page = visited.page

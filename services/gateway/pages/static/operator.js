@@ -49,7 +49,7 @@ const DRAFT_COLUMNS = [
   { title: "Requests", text: (draft) => count(draft.requests), value: (draft) => draft.requests, numeric: true },
 ];
 const KIND_COLUMNS = [
-  { title: "Draft", text: (kind) => nameOf(kind.method), small: (kind) => baseName(kind.model) || "all, as targets measured" },
+  { title: "Draft", text: (kind) => nameOf(kind.method), small: (kind) => baseName(kind.model) || "all of a target" },
   { title: "Requests", text: (kind) => kind.requests },
   {
     title: "Verifications",
