@@ -6,11 +6,10 @@ import asyncio
 from pathlib import Path
 
 from fastapi import FastAPI
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from paceline.launcher import KILL_DRAFT
 from paceline_services.gateway.api_errors import UnavailableError
-from paceline_services.gateway.openai.event_stream import encode_json
 
 KILL_PATH = "/demo/kill-draft"
 TIMEOUT_S = 5.0
@@ -21,7 +20,7 @@ def add_demo(app: FastAPI, socket: Path) -> None:
 
     @app.post(KILL_PATH, include_in_schema=False)
     async def kill() -> Response:
-        return Response(encode_json({"killed": await kill_draft(socket)}), media_type="application/json")
+        return JSONResponse({"killed": await kill_draft(socket)})
 
 
 async def kill_draft(socket: Path) -> str | None:

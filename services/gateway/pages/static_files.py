@@ -13,10 +13,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 import paceline
-from paceline_services.gateway.openai.event_stream import encode_json
 
 FOLDER = Path(__file__).parent / "static"
 PAGES = {"/": "playground.html", "/operator": "operator.html"}
@@ -78,11 +77,10 @@ def add_pages(app: FastAPI, settings: Mapping[str, object]) -> None:
     """Add the routes of the files, and of `settings`, which pages read first. All are open to clients without a key."""
     for path, file in static_files().items():
         app.add_api_route(path, _route(file), methods=["GET", "HEAD"], include_in_schema=False)
-    content = encode_json({"version": paceline.__version__, **settings})
 
     @app.get(SETTINGS_PATH, include_in_schema=False)
     async def page_settings() -> Response:
-        return Response(content, headers=dict(HEADERS), media_type="application/json")
+        return JSONResponse({"version": paceline.__version__, **settings}, headers=dict(HEADERS))
 
 
 @cache
