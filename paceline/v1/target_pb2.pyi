@@ -40,7 +40,7 @@ class TargetServiceDescribeResponse(_message.Message):
 class SubmitFrame(_message.Message):
     __slots__ = ("submits", "cancels")
     class Submit(_message.Message):
-        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group")
+        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group", "return_tree")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class SubmitFrame(_message.Message):
         CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
         CLIENT_FIELD_NUMBER: _ClassVar[int]
         GROUP_FIELD_NUMBER: _ClassVar[int]
+        RETURN_TREE_FIELD_NUMBER: _ClassVar[int]
         request_id: str
         prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
         sampling: _common_pb2.SamplingParams
@@ -59,7 +60,8 @@ class SubmitFrame(_message.Message):
         cache_salt: str
         client: str
         group: str
-        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+        return_tree: bool
+        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ..., return_tree: _Optional[bool] = ...) -> None: ...
     class Cancel(_message.Message):
         __slots__ = ("request_id",)
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -96,8 +98,19 @@ class DeltaFrame(_message.Message):
         completion_tokens: int
         cached_tokens: int
         def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    class VerifiedTree(_message.Message):
+        __slots__ = ("parents", "token_ids", "accepted", "methods")
+        PARENTS_FIELD_NUMBER: _ClassVar[int]
+        TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+        METHODS_FIELD_NUMBER: _ClassVar[int]
+        parents: _containers.RepeatedScalarFieldContainer[int]
+        token_ids: _containers.RepeatedScalarFieldContainer[int]
+        accepted: _containers.RepeatedScalarFieldContainer[bool]
+        methods: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, parents: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[bool]] = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
     class Delta(_message.Message):
-        __slots__ = ("request_id", "token_ids", "log_probs", "finish_reason", "usage", "speculation", "timings", "error", "stop_token_id", "accepted")
+        __slots__ = ("request_id", "token_ids", "log_probs", "finish_reason", "usage", "speculation", "timings", "error", "stop_token_id", "accepted", "trees")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +121,7 @@ class DeltaFrame(_message.Message):
         ERROR_FIELD_NUMBER: _ClassVar[int]
         STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
         ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+        TREES_FIELD_NUMBER: _ClassVar[int]
         request_id: str
         token_ids: _containers.RepeatedScalarFieldContainer[int]
         log_probs: _containers.RepeatedCompositeFieldContainer[DeltaFrame.LogProbs]
@@ -118,7 +132,8 @@ class DeltaFrame(_message.Message):
         error: str
         stop_token_id: int
         accepted: _containers.RepeatedScalarFieldContainer[bool]
-        def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[_Union[DeltaFrame.LogProbs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[DeltaFrame.Usage, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., error: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., accepted: _Optional[_Iterable[bool]] = ...) -> None: ...
+        trees: _containers.RepeatedCompositeFieldContainer[DeltaFrame.VerifiedTree]
+        def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[_Union[DeltaFrame.LogProbs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[DeltaFrame.Usage, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., error: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., accepted: _Optional[_Iterable[bool]] = ..., trees: _Optional[_Iterable[_Union[DeltaFrame.VerifiedTree, _Mapping]]] = ...) -> None: ...
     class Load(_message.Message):
         __slots__ = ("running", "waiting", "free_slots", "rows", "step_s")
         RUNNING_FIELD_NUMBER: _ClassVar[int]

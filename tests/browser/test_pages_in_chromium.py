@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 ENDS_MS = 60_000
-CODE = "def read_lines(path):\n"
+CODE = "def read_lines(path):"
 WORKERS = 300
 
 
@@ -132,18 +132,20 @@ async def test_an_error_is_said_in_the_server_s_words(browser: Browser, url: str
 async def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Browser, tmp_path: Path) -> None:
     key = new_key()
     write(tmp_path / "keys.json", KeyFile(keys=(ApiKey(name="alice", sha256=digest(key)),)))
-    async with open_stack(counts, api_keys=tmp_path / "keys.json") as stack:
-        async with visit(browser, f"http://{stack.addresses.http}/operator") as visited:
-            page = visited.page
-            await page.get_by_label("Key", exact=True).fill(key)
-            await page.keyboard.press("Enter")
-            await page.get_by_role("rowheader", name="target-0").wait_for()
-            await page.get_by_role("link", name="Playground").click()
-            await page.locator("#model option").first.wait_for(state="attached")
-            await page.get_by_role("button", name="Run", exact=True).click()
-            await page.locator(".token").first.wait_for()
-            await page.get_by_role("button", name="Forget key").click()
-            await page.get_by_role("dialog").wait_for()
+    async with (
+        open_stack(counts, api_keys=tmp_path / "keys.json") as stack,
+        visit(browser, f"http://{stack.addresses.http}/operator") as visited,
+    ):
+        page = visited.page
+        await page.get_by_label("Key", exact=True).fill(key)
+        await page.keyboard.press("Enter")
+        await page.get_by_role("rowheader", name="target-0").wait_for()
+        await page.get_by_role("link", name="Playground").click()
+        await page.locator("#model option").first.wait_for(state="attached")
+        await page.get_by_role("button", name="Run", exact=True).click()
+        await page.locator(".token").first.wait_for()
+        await page.get_by_role("button", name="Forget key").click()
+        await page.get_by_role("dialog").wait_for()
 
 
 async def test_hundreds_of_workers(browser: Browser, tmp_path: Path) -> None:

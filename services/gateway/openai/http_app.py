@@ -158,9 +158,7 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
         return JsonResponse({"prompt": await decoded})
 
 
-def _add_operations(
-    app: FastAPI, models: ModelDirectory, registry: CollectorRegistry, report: FleetReport
-) -> None:
+def _add_operations(app: FastAPI, models: ModelDirectory, registry: CollectorRegistry, report: FleetReport) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 only while requests can be served."""

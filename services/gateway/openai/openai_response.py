@@ -63,9 +63,7 @@ class OpenAIResponse(ABC):
     def chunks(self, index: int, delta: Delta) -> Iterator[Json]:
         """The chunks for one delta of the index-th completion."""
         self._usage.add(index, delta)
-        by_token = (
-            self._return_token_ids or self._return_logprobs or self._return_accepted or self._return_tree
-        )
+        by_token = self._return_token_ids or self._return_logprobs or self._return_accepted or self._return_tree
         if delta.text or (delta.tokens and by_token):
             yield self._chunk(self._entry(index, self.delta(delta.text), delta))
         if delta.finish_reason is not None:

@@ -2,16 +2,19 @@
 
 import { byId, el, setText } from "./dom.js";
 
+// By kind of request. `first`: the kind that a model shows best.
 const PYDOC = {
-  chat: ["What does json.dumps do?", "What does itertools.groupby return?", "How do I read a file line by line?"],
+  first: "completion",
+  chat: ["What does json.dumps do?", "What does functools.lru_cache do?", "What is os.path.join for?"],
   completion: [
-    "def area(width, height):\n    return",
-    "import json\n\ndef load(path):\n",
-    "class Stack:\n    def __init__(self):\n",
+    "def read_lines(path):",
+    'class Stack:\n    """A stack."""\n\n    def __init__(self):\n        self',
+    "import os\nimport sys\n\ndef main():\n    parser = argparse.",
   ],
 };
-const NUMBERS = { chat: ["1 2 3"], completion: ["1 2 3", "7 8 9 7 8 9"] };
+const NUMBERS = { first: "completion", chat: ["1 2 3"], completion: ["1 2 3", "7 8 9 7 8 9"] };
 const GENERAL = {
+  first: "chat",
   chat: ["Explain in three sentences how a hash table works.", "Write a limerick about a fast turtle."],
   completion: ["def fibonacci(n):\n", "Once upon a time"],
 };
@@ -23,6 +26,7 @@ export class RequestForm {
 
   constructor(models) {
     byId("model").replaceChildren(...models.map((model) => el("option", { value: model.id }, model.id)));
+    this.#form.elements.kind.value = examplesFor(models[0].id).first;
     this.#form.addEventListener("change", () => this.#showKind());
     byId("temperature").addEventListener("input", () => this.#showTemperature());
     this.#showTemperature();
