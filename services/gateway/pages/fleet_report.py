@@ -144,9 +144,14 @@ def _draft(worker: RegisteredWorker, breaker: Breaker) -> Json:
         "address": record.address,
         "state": _breaker_state(breaker),
         "method": record.method,
-        "model": record.model,
+        "model": _base_name(record.model),
         "requests": worker.load.get("requests", 0.0),
     }
+
+
+def _base_name(model: str) -> str:
+    """Without the folder: where a worker has its models is nobody's business."""
+    return model.rstrip("/").rpartition("/")[2]
 
 
 def _measured_of_drafts(drafts: DraftWorkers) -> list[Json]:
@@ -157,7 +162,7 @@ def _measured_of_drafts(drafts: DraftWorkers) -> list[Json]:
         for greedy in (True, False)
     }
     return [
-        _acceptance(drafts.acceptance(kind), record.method, record.model, "greedy" if greedy else "sampled")
+        _acceptance(drafts.acceptance(kind), record.method, _base_name(record.model), "greedy" if greedy else "sampled")
         for kind, (record, greedy) in kinds.items()
     ]
 

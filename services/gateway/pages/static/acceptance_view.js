@@ -41,12 +41,14 @@ function showBars(body, bars) {
     bars,
     (bar) => bar.name,
     ({ name }) => {
-      const cells = [el("td", { class: "bar" }, el("i")), el("td", { class: "value" })];
-      return el("tr", {}, el("th", { scope: "row" }, String(name)), ...cells);
+      const value = el("td", { class: "value" }, el("span"), el("span", { class: "unseen" }));
+      return el("tr", {}, el("th", { scope: "row" }, String(name)), el("td", { class: "bar" }, el("i")), value);
     },
     (row, bar) => {
       setShare(row.children[1].firstElementChild, bar.share);
-      setText(row.children[2], bar.detail ? `${bar.value}  ${bar.detail}` : bar.value);
+      setText(row.children[2].firstElementChild, bar.value);
+      setText(row.children[2].lastElementChild, bar.detail ? `, ${bar.detail}` : "");
+      row.title = bar.detail ?? "";
     },
   );
 }

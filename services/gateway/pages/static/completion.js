@@ -48,11 +48,11 @@ export class Completion {
     return this.steps.findIndex((step) => token < step.first + step.count);
   }
 
-  // How many tokens each method brought, most first.
+  // How many tokens each method brought, as [method, number].
   counts() {
     const counts = new Map();
     for (const { method } of this.sources) counts.set(method, (counts.get(method) ?? 0) + 1);
-    return [...counts].sort((a, b) => b[1] - a[1]);
+    return [...counts];
   }
 
   #takeChoice(choice) {

@@ -39,6 +39,11 @@ export function sync(parent, items, key, create, update) {
   parent.syncedElements = wanted;
 }
 
+// Whether the end of what an element shows is in sight, to within two lines.
+export function isAtEnd(element) {
+  return element.scrollHeight - element.scrollTop - element.clientHeight < 48;
+}
+
 // Tell a screen reader, without moving the focus.
 export function announce(text) {
   setText(byId("announcer"), text);

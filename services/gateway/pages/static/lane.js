@@ -18,14 +18,15 @@ export class Lane {
   #meter = el("div", { class: "meter", "aria-hidden": "true" }, el("i"));
   #trouble = el("p", { class: "trouble", role: "alert", hidden: true });
 
-  constructor(title) {
-    this.title = title;
+  constructor(speculates) {
+    const title = speculates ? "Speculation on" : "Speculation off";
     this.text = new TokenText(this.completion);
+    const speed = el("p", { class: "speed" }, this.#speed, " tokens/s");
+    const words = el("div", { class: "lane-title" }, el("h3", {}, title), speed);
     this.element = el(
       "section",
-      { class: "lane", "aria-label": title },
-      el("div", { class: "lane-title" }, el("h3", {}, title), el("p", { class: "speed" }, this.#speed, " tokens/s")),
-      this.#meter,
+      { class: speculates ? "lane" : "lane plain", "aria-label": title },
+      el("div", { class: "lane-head" }, words, this.#meter),
       this.text.element,
       this.#trouble,
       this.#detail,

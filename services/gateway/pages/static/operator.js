@@ -45,11 +45,11 @@ const DRAFT_COLUMNS = [
   WORKER,
   STATE,
   SERVES,
-  { title: "Method", text: (draft) => nameOf(draft.method), small: (draft) => baseName(draft.model) },
+  { title: "Method", text: (draft) => nameOf(draft.method), small: (draft) => draft.model },
   { title: "Requests", text: (draft) => count(draft.requests), value: (draft) => draft.requests, numeric: true },
 ];
 const KIND_COLUMNS = [
-  { title: "Draft", text: (kind) => nameOf(kind.method), small: (kind) => baseName(kind.model) || "all of a target" },
+  { title: "Draft", text: (kind) => nameOf(kind.method), small: (kind) => kind.model || "all drafts together" },
   { title: "Requests", text: (kind) => kind.requests },
   {
     title: "Verifications",
@@ -139,15 +139,23 @@ class Operator {
     const waiting = sum(report.models, (model) => model.waiting);
     figure("waiting", count(waiting), `of ${count(report.max_queue)}`);
     setShare(byId("waiting-meter"), waiting / report.max_queue);
-    const first = this.#history.rise("first_tokens", LATENCY_S).rise;
-    const seconds = this.#history.rise("first_token_s", LATENCY_S).rise;
-    figure("first-token", first ? duration(seconds / first) : "–", `mean of ${count(first)}, last minute`);
+    this.#showFirstToken(report);
     const { length, verifications } = acceptance(report.kinds);
     figure("acceptance", verifications ? length.toFixed(2) : "–", "accepted per verification");
     const reasons = rejections(report.models);
     const words = reasons.map(([reason, number]) => `${reason} ${number}`).join(", ");
     figure("rejected", count(sum(reasons, ([, number]) => number)), words || "none");
     setText(byId("gateway"), report.gateway);
+  }
+
+  // The mean of the last minute; if there was no request, of all since the gateway's start.
+  #showFirstToken(report) {
+    let first = this.#history.rise("first_tokens", LATENCY_S).rise;
+    let seconds = this.#history.rise("first_token_s", LATENCY_S).rise;
+    const since = first ? "last minute" : "since the start";
+    first ||= sum(report.models, (model) => model.first_tokens);
+    seconds ||= sum(report.models, (model) => model.first_token_s);
+    figure("first-token", first ? duration(seconds / first) : "–", first ? `mean of ${count(first)}, ${since}` : "");
   }
 
   #showWorkers(report) {
@@ -223,10 +231,6 @@ function stepText(target) {
 
 function duration(seconds) {
   return seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`;
-}
-
-function baseName(path) {
-  return path.split("/").filter(Boolean).at(-1) ?? "";
 }
 
 // "12 up, 1 failing"

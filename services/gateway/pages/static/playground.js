@@ -1,6 +1,6 @@
 // The playground: runs and races requests, and shows who guessed their tokens.
 
-import { announce, byId, el, setText, sync } from "./dom.js";
+import { announce, byId, el, isAtEnd, setText, sync } from "./dom.js";
 import { clearAcceptance, showAcceptance } from "./acceptance_view.js";
 import { firstDifference, kindOf, nameOf } from "./completion.js";
 import { pageSettings, requestJson, requireKey } from "./connection.js";
@@ -16,6 +16,8 @@ const KINDS = [
   ["lookup", "a lookup"],
   ["own", "the target itself"],
 ];
+
+const ORDER = KINDS.map(([kind]) => kind);
 
 class Playground {
   #form;
@@ -56,8 +58,8 @@ class Playground {
     if (this.#running || !this.#form.valid()) return;
     this.#running = new AbortController();
     this.#form.setRunning(true);
-    const fast = new Lane(race || this.#form.speculates ? "Speculation on" : "Speculation off");
-    const lanes = race ? [new Lane("Speculation off"), fast] : [fast];
+    const fast = new Lane(race || this.#form.speculates);
+    const lanes = race ? [new Lane(false), fast] : [fast];
     const turn = this.#addTurn(lanes);
     announce(race ? "The race runs." : "Running.");
     const text = this.#form.text;
@@ -140,7 +142,8 @@ class Playground {
   // Who guessed how many tokens; before there are any, the colours alone.
   #showLegend(completion) {
     const counts = completion?.counts() ?? [];
-    const entries = counts.length ? counts.map(([method, count]) => [kindOf(method), nameOf(method), count]) : KINDS;
+    const methods = counts.map(([method, count]) => [kindOf(method), nameOf(method), count]);
+    const entries = counts.length ? methods.sort(([a], [b]) => ORDER.indexOf(a) - ORDER.indexOf(b)) : KINDS;
     sync(
       byId("legend"),
       entries,
@@ -153,8 +156,9 @@ class Playground {
   #frame(now) {
     requestAnimationFrame((next) => this.#frame(next));
     if (this.#running) {
+      const atEnd = isAtEnd(byId("turns"));
       for (const lane of this.#lanes) if (lane.running) lane.render();
-      this.#scrollDown();
+      if (atEnd) this.#scrollDown();
       if (now - this.#chartsAt > CHARTS_MS) {
         this.#chartsAt = now;
         this.#showAcceptance();
@@ -171,8 +175,11 @@ class Playground {
   #clear() {
     this.#messages = [];
     this.#lanes = [];
+    this.#shown = null;
     byId("turns").replaceChildren();
+    this.#steps.clear();
     clearAcceptance();
+    this.#showLegend(null);
   }
 
   // While a request runs: now. Else in the middle of a race, which shows that nothing happens to the text.

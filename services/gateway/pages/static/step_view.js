@@ -23,10 +23,18 @@ export class StepView {
     });
     this.#longest.addEventListener("click", () => {
       this.#choose();
-      this.showLongest();
+      this.#showLongest();
     });
     this.#play.addEventListener("click", () => this.#setPlaying(!this.#playing));
+  }
+
+  // Forget the lane.
+  clear() {
+    this.#lane = null;
+    this.#shown = -1;
+    this.#setPlaying(false);
     byId("tree").replaceChildren();
+    setText(byId("step-words"), "No step yet.");
   }
 
   // Show the steps of this lane from now on.
@@ -56,17 +64,20 @@ export class StepView {
     else if (this.#following && this.#lane.running) this.show(newest(steps), true);
   }
 
-  // The lane has ended: show its step with the most accepted guesses.
+  // The lane has ended: show its longest run among steps that refused a guess, too, if there is one.
   finish() {
     if (!this.#following) return;
     this.#following = false;
-    this.showLongest();
+    if (!this.#showLongest((step) => step.accepted && step.nodes.length > step.accepted)) this.#showLongest();
   }
 
-  showLongest() {
+  // Show the first of the steps with the most accepted guesses. Return whether there is one.
+  #showLongest(eligible = () => true) {
     const steps = this.#steps();
-    const longest = Math.max(...steps.map((step) => step.accepted));
-    this.show(steps.findIndex((step) => step.accepted === longest), true);
+    const longest = Math.max(...steps.filter(eligible).map((step) => step.accepted));
+    const index = steps.findIndex((step) => eligible(step) && step.accepted === longest);
+    this.show(index, true);
+    return index >= 0;
   }
 
   show(index, animated) {

@@ -4,7 +4,6 @@ import { byId, setText } from "./dom.js";
 
 const KEY = "paceline-theme";
 const CHOICES = ["auto", "light", "dark"];
-const NAMES = { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" };
 
 function chosen() {
   const kept = localStorage.getItem(KEY);
@@ -13,8 +12,7 @@ function chosen() {
 
 function show() {
   document.documentElement.dataset.theme = chosen();
-  const button = byId("theme");
-  if (button) setText(button, NAMES[chosen()]);
+  setText(byId("theme-name"), chosen());
 }
 
 export function setUpTheme() {

@@ -1,6 +1,6 @@
 // A completion's text, each token coloured by who guessed it.
 
-import { el, setText } from "./dom.js";
+import { el, isAtEnd, setText } from "./dom.js";
 import { kindOf, nameOf } from "./completion.js";
 
 export class TokenText {
@@ -13,15 +13,18 @@ export class TokenText {
 
   constructor(completion) {
     this.#completion = completion;
-    this.element = el("p", { class: "text" });
+    this.element = el("div", { class: "text", role: "group", "aria-label": "Text", tabindex: "0" });
   }
 
-  // Show what has come since the last call.
+  // Show what has come since the last call. The end stays in sight if it was.
   render() {
-    if (!this.#completion.aligned) {
-      this.#renderSteps();
-      return;
-    }
+    const follows = isAtEnd(this.element);
+    if (this.#completion.aligned) this.#renderTokens();
+    else this.#renderSteps();
+    if (follows) this.element.scrollTop = this.element.scrollHeight;
+  }
+
+  #renderTokens() {
     const { tokens, offsets, characters } = this.#completion;
     for (let index = this.#whole; index < tokens.length; index++) {
       setText(this.#span(index), this.#completion.tokenText(index));
