@@ -122,7 +122,7 @@ async def reach(page: Page, id_: str) -> None:
 async def test_an_error_is_said_in_the_server_s_words(browser: Browser, url: str) -> None:
     async with visit(browser, url) as visited:
         page = visited.page
-        await page.get_by_label("Max tokens").fill("1000000")
+        await page.get_by_label("Max tokens").fill("2048")
         await page.get_by_role("button", name="Run", exact=True).click()
         await page.locator(".lane .trouble").wait_for()
         assert "exceed the context" in await page.locator(".lane .trouble").inner_text()

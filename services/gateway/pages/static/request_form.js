@@ -23,14 +23,19 @@ export class RequestForm {
   #form = byId("request");
   #prompt = byId("prompt");
   #example = "";
+  // By model: the most tokens of prompt and output together; null where the gateway does not know.
+  #contexts;
 
   constructor(models) {
+    this.#contexts = new Map(models.map((model) => [model.id, model.max_model_len]));
     byId("model").replaceChildren(...models.map((model) => el("option", { value: model.id }, model.id)));
     this.#form.elements.kind.value = examplesFor(models[0].id).first;
     this.#form.addEventListener("change", () => this.#showKind());
     byId("temperature").addEventListener("input", () => this.#showTemperature());
+    byId("model").addEventListener("change", () => this.#limitTokens());
     this.#showTemperature();
     this.#showKind();
+    this.#limitTokens();
     if (matchMedia("(max-width: 60rem)").matches) byId("settings").open = false;
   }
 
@@ -92,6 +97,14 @@ export class RequestForm {
   #limits() {
     const number = (id) => (byId(id).value === "" ? null : Number(byId(id).value));
     return { enabled: null, num_speculative_tokens: number("depth"), max_tree_nodes: number("nodes") };
+  }
+
+  // No more tokens than the model's context; by default half of it at most.
+  #limitTokens() {
+    const [field, context] = [byId("max-tokens"), this.#contexts.get(byId("model").value)];
+    if (!context) return;
+    field.max = context;
+    field.value = Math.min(Number(field.value), Math.floor(context / 2));
   }
 
   #showTemperature() {
