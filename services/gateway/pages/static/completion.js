@@ -39,8 +39,9 @@ export class Completion {
     return this.characters.join("");
   }
 
-  // The text of one token, as far as it has come.
+  // The text of one token, as far as it has come; dots where it has no place in the text.
   tokenText(index) {
+    if (!this.aligned) return "…";
     return this.characters.slice(this.offsets[index], this.offsets[index + 1] ?? undefined).join("");
   }
 

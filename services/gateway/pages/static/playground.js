@@ -91,7 +91,7 @@ class Playground {
     for (const lane of lanes) lane.render();
     this.#showAcceptance();
     this.#steps.finish();
-    if (this.#form.kind === "chat" && !fast.error && fast.completion.aligned) {
+    if (this.#form.kind === "chat" && !fast.error && fast.completion.text) {
       this.#messages.push({ role: "user", content: text }, { role: "assistant", content: fast.completion.text });
     }
     const words = lanes.length > 1 ? verdict(lanes, this.#form.inTurn) : endOf(fast);
@@ -164,7 +164,7 @@ class Playground {
         this.#showAcceptance();
       }
     }
-    this.#steps.update(now);
+    if (this.#running || this.#steps.playing) this.#steps.update(now);
   }
 
   #scrollDown() {
@@ -195,12 +195,17 @@ class Playground {
     try {
       const { killed } = await requestJson("/demo/kill-draft", { method: "POST" });
       if (killed && lane) lane.noteKill(killed);
-      announce(killed ? `${killed} was killed.` : "No draft worker runs now: it is being started again.");
+      this.#sayOfKill(killed ? `${killed} was killed and starts again.` : "No draft worker runs now; it starts again.");
     } catch (error) {
-      announce(error.message);
+      this.#sayOfKill(error.message);
     } finally {
       this.#killing = false;
     }
+  }
+
+  #sayOfKill(text) {
+    setText(byId("kill-hint"), text);
+    announce(text);
   }
 }
 

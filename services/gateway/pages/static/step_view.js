@@ -33,6 +33,7 @@ export class StepView {
     this.#lane = null;
     this.#shown = -1;
     this.#setPlaying(false);
+    this.#showRange();
     byId("tree").replaceChildren();
     setText(byId("step-words"), "No step yet.");
   }
@@ -54,11 +55,14 @@ export class StepView {
     this.show(lane.completion.stepOf(token), false);
   }
 
-  // To be called with each frame. `now`: as performance.now().
+  get playing() {
+    return this.#playing;
+  }
+
+  // To be called with each frame while the lane runs or steps are played. `now`: as performance.now().
   update(now) {
     const steps = this.#steps();
-    this.#slider.max = Math.max(1, steps.length);
-    for (const control of [this.#slider, this.#play, this.#longest]) control.disabled = !steps.length;
+    this.#showRange();
     if (!steps.length || now - this.#shownAt < DWELL_MS) return;
     if (this.#playing) this.#playNext(steps);
     else if (this.#following && this.#lane.running) this.show(newest(steps), true);
@@ -66,6 +70,7 @@ export class StepView {
 
   // The lane has ended: show its longest run among steps that refused a guess, too, if there is one.
   finish() {
+    this.#showRange();
     if (!this.#following) return;
     this.#following = false;
     if (!this.#showLongest((step) => step.accepted && step.nodes.length > step.accepted)) this.#showLongest();
@@ -102,6 +107,13 @@ export class StepView {
 
   #steps() {
     return this.#lane?.completion.steps ?? [];
+  }
+
+  // As far as the slider goes, and whether there is anything to choose.
+  #showRange() {
+    const count = this.#steps().length;
+    this.#slider.max = Math.max(1, count);
+    for (const control of [this.#slider, this.#play, this.#longest]) control.disabled = !count;
   }
 
   #choose() {
