@@ -14,6 +14,10 @@ FAILED = 1
 """Exit code of a service that failed while it served: starting it again may help."""
 
 
+KILL_DRAFT = b"kill draft\n"
+"""What a gateway in demo mode writes to its launcher's socket. The reply is a line: a draft worker's id, or nothing."""
+
+
 class StartError(Exception):
     """A program cannot start; the text says what to do."""
 

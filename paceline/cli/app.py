@@ -66,6 +66,9 @@ def serve(
     reasoning_parser: Annotated[str, typer.Option(help="How the model marks reasoning; auto: by template.")] = "auto",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP collector.")] = None,
     *,
+    demo_page: Annotated[
+        bool, typer.Option("--demo-page", help="A button on the page kills a draft worker: the text goes on.")
+    ] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
     config: Config = None,
 ) -> None:
@@ -92,6 +95,7 @@ def serve(
         tool_call_parser,
         reasoning_parser,
         otlp_traces_endpoint,
+        demo_page,
     )
     with start_errors():
         code = command.serve(deployment.plan_deployment(options), redis_url)

@@ -81,6 +81,8 @@ class Deployment:
     """How the model writes tool calls and reasoning; auto: as its chat template shows."""
     otlp_traces_endpoint: str | None = None
     """The collector for all services' traces; None: as their environment says."""
+    demo_page: bool = False
+    """Whether the gateway's page may have a draft worker killed."""
 
     @property
     def target_cores(self) -> list[int]:
@@ -93,11 +95,11 @@ class Deployment:
         host = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
         return f"http://{host}:{self.port}"
 
-    def programs(self, redis_url: str) -> list[list[Program]]:
-        """Groups of programs in the order in which they are to stop."""
+    def programs(self, redis_url: str, demo_socket: Path | None = None) -> list[list[Program]]:
+        """Groups of programs in the order in which they are to stop. `demo_socket`: for the gateway of a demo."""
         targets = (self._target(redis_url, index, worker_id) for index, worker_id in enumerate(self.targets))
         drafts = (self._draft(redis_url, index, worker_id) for index, worker_id in enumerate(self.drafts))
-        return [[self._gateway(redis_url)], list(chain(*targets)), list(chain(*drafts))]
+        return [[self._gateway(redis_url, demo_socket)], list(chain(*targets)), list(chain(*drafts))]
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -107,11 +109,12 @@ class Deployment:
     def _traces(self) -> tuple[str, ...]:
         return () if self.otlp_traces_endpoint is None else ("--otlp-traces-endpoint", self.otlp_traces_endpoint)
 
-    def _gateway(self, redis_url: str) -> Program:
+    def _gateway(self, redis_url: str, demo_socket: Path | None) -> Program:
         address = ("--host", self.host, "--port", str(self.port), "--grpc-port", str(self.grpc_port))
         keys = () if self.api_keys is None else ("--api-keys", str(self.api_keys))
+        demo = () if demo_socket is None else ("--demo-socket", str(demo_socket))
         parsers = ("--tool-call-parser", self.tool_call_parser, "--reasoning-parser", self.reasoning_parser)
-        options = (*self._names, *address, "--redis-url", redis_url, *keys, *parsers, *self._traces)
+        options = (*self._names, *address, "--redis-url", redis_url, *keys, *demo, *parsers, *self._traces)
         return _service("gateway", "gateway", *options, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
 
     def _target(self, redis_url: str, index: int, worker_id: str) -> list[Program]:
@@ -196,6 +199,7 @@ class DeploymentOptions:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     otlp_traces_endpoint: str | None = None
+    demo_page: bool = False
 
 
 def plan_deployment(options: DeploymentOptions) -> Deployment:
@@ -233,6 +237,7 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         otlp_traces_endpoint=options.otlp_traces_endpoint,
+        demo_page=options.demo_page,
     )
 
 

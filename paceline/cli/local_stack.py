@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from paceline.cli.cpu_affinity import affinity_restored, move_off_cores
 from paceline.cli.deployment import Deployment
+from paceline.cli.draft_killer import open_draft_killer
 from paceline.cli.supervisor import Supervisor
 from paceline.state import StateError, StateStore, WorkerWatcher, open_store
 from paceline.state.embedded_redis import EmbeddedRedis
@@ -72,13 +73,14 @@ async def running_stack(
     `redis_url` None: an embedded Redis. `log_line` is called with each line that a service logs. Enter it on the main
     thread: the kernel ends the services with the thread that started them. Raises `StateError`.
     """
-    async with (
-        _redis(redis_url) as url,
-        open_store(url) as store,
-        Supervisor(deployment.programs(url), log_line) as supervisor,
-    ):
-        with affinity_restored():  # for what this process starts next
-            yield LocalStack(deployment, supervisor, url, store)
+    async with _redis(redis_url) as url, open_store(url) as store, AsyncExitStack() as demo:
+        killer = await demo.enter_async_context(open_draft_killer()) if deployment.demo_page else None
+        programs = deployment.programs(url, None if killer is None else killer.socket)
+        async with Supervisor(programs, log_line) as supervisor:
+            if killer is not None:
+                killer.workers = [supervisor.children[name] for name in deployment.drafts]
+            with affinity_restored():  # for what this process starts next
+                yield LocalStack(deployment, supervisor, url, store)
 
 
 @asynccontextmanager

@@ -91,14 +91,16 @@ def _progress(console: Console) -> Iterator[Callable[[Collection[str]], None]]:
 
 
 def _announce(stack: LocalStack) -> None:
-    """Print the URL, and a command that tries it."""
+    """Print the URL, the pages, and a command that tries it."""
     deployment = stack.deployment
     if deployment.served_model_name in NAMES:
         path, content = "chat/completions", '"messages": [{"role": "user", "content": "What does json.dumps do?"}]'
     else:
         path, content = "completions", '"prompt": "1 2 3", "max_tokens": 32'
     body = f'{{"model": {json.dumps(deployment.served_model_name)}, {content}}}'
-    typer.echo(f"\nServing {deployment.served_model_name} at {deployment.url}/v1\n\nTry it:")
+    typer.echo(f"\nServing {deployment.served_model_name} at {deployment.url}/v1\n\nTry it in a browser:")
+    typer.echo(f"  {deployment.url}/          the playground\n  {deployment.url}/operator  workers, queues, acceptance")
+    typer.echo("\nOr from a terminal:")
     typer.echo(f"  curl {deployment.url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n")
 
 

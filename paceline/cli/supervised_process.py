@@ -78,6 +78,13 @@ class SupervisedProcess:
         if (pid := self.pid) is not None:
             _send(os.killpg, pid, signal.SIGKILL)
 
+    def crash(self) -> bool:
+        """Kill it now, with every process it started, and start it again. Return whether it was running."""
+        if (pid := self.pid) is None:
+            return False
+        _send(os.killpg, pid, signal.SIGKILL)
+        return True
+
     async def _run_once(self) -> int:
         """Run the program once, and return its exit code."""
         # A pipe of our own: asyncio's would make `wait` wait for grandchildren that hold the other end.

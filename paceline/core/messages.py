@@ -48,6 +48,8 @@ class GenerationRequest:
     """Of two requests of one client, the one with the lower number starts first."""
     trace_parent: str = ""
     """The span above those of this request, see `paceline.telemetry.tracing`. "": the request is not traced."""
+    return_tree: bool = False
+    """Whether deltas carry the trees that were verified."""
     session: str = ""
     """The conversation that the request belongs to; "": none."""
     target_labels: frozenset[str] = frozenset()
@@ -183,6 +185,22 @@ class SpeculationStats:
         return self.accepted_tokens / self.verifications if self.verifications else 0.0
 
 
+@dataclass(slots=True)
+class VerifiedTree:
+    """The nodes that one step verified for one request: parallel lists, parents before their children.
+
+    Nodes count from 1. `parents`: 0 is the root, the last token that was committed before the step. `methods`: of the
+    draft that guessed the node; of several drafts, the one that was surest.
+    """
+
+    parents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)
+
+    __reduce__ = reduce_slots
+
+
 GRAMMAR_ERROR = "grammar: "
 """Prefix of errors caused by the request's grammar; retrying on another target would not help."""
 
@@ -206,6 +224,8 @@ class Delta:
     error: str = ""
     prompt_log_probs: list[PromptLogProbs] = field(default_factory=list)
     """In order of position. The tokens after a part of the prompt come with it or later."""
+    trees: list[VerifiedTree] = field(default_factory=list)
+    """One for each step, if the request asks for them."""
     text: str = ""
     """It may lag behind the tokens: a character may be incomplete, a stop string may have begun."""
     events: list[Event] = field(default_factory=list)
@@ -225,6 +245,7 @@ class Delta:
         self.accepted += later.accepted
         self.log_probs += later.log_probs
         self.prompt_log_probs += later.prompt_log_probs
+        self.trees += later.trees
         self.text += later.text
         self.events += later.events
         self.reasoning_tokens += later.reasoning_tokens

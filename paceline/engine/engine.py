@@ -25,12 +25,13 @@ from paceline.core.messages import (
     LogProbs,
     PromptLogProbs,
     SpeculationStats,
+    VerifiedTree,
 )
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
 from paceline.core.sampling import History, is_finite
 from paceline.core.strategies import make_verifier
-from paceline.core.tree import TokenTree
+from paceline.core.tree import ROOT, TokenTree
 from paceline.core.verify import strategy_of
 from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient
@@ -84,6 +85,8 @@ class Engine:
         self.stats_due = False
         """Whether the last step's deltas carry statistics. Final deltas always do."""
         self._speculation = speculation
+        self._methods = (speculation.method, *speculation.beside)
+        """By source of a node."""
         self._strategy = strategy_of(speculation)
         self._verifier = make_verifier(speculation)
         if self._strategy.warning:
@@ -374,6 +377,7 @@ class Engine:
         path = request.tree.match(tokens)
         self._record_acceptance(scheduled, tokens, path, accepted)
         from_draft = [request.tree.sources[node] for node in path[:accepted]].count(OWN_DRAFT_SOURCE)
+        trees = [self._verified_tree(scheduled, path[:accepted])] if request.submission.return_tree else []
         drawn_at = self._keep_accepted(scheduled, path[: min(accepted, len(tokens) - 1)])
         request.tokens += tokens
         request.history.extend(tokens)
@@ -388,6 +392,7 @@ class Engine:
             reason,
             speculation=request.stats.snapshot() if self.stats_due or reason is not None else None,
             error=error,
+            trees=trees,
         )
         self._draft_manager.record_accepted(request, from_draft)
         # Drafts get the last tokens, too: some learn from them for other requests.
@@ -417,6 +422,17 @@ class Engine:
                 calibrations[source].observe(cell, drawn)
                 if source == OWN_DRAFT_SOURCE:
                     self._calibration_samples.append((cell, drawn))
+
+    def _verified_tree(self, scheduled: ScheduledRequest, accepted: Sequence[int]) -> VerifiedTree:
+        """The step's nodes, numbered by their rows. `accepted`: those on the committed path."""
+        tree, nodes = scheduled.request.tree, scheduled.nodes
+        numbers = {ROOT: 0} | {node: number for number, node in enumerate(nodes, 1)}
+        return VerifiedTree(
+            parents=[numbers[tree.parents[node]] for node in nodes],
+            tokens=[tree.tokens[node] for node in nodes],
+            accepted=[node in accepted for node in nodes],
+            methods=[self._methods[tree.sources[node]] for node in nodes],
+        )
 
     def _keep_accepted(self, scheduled: ScheduledRequest, path: Sequence[int]) -> list[int]:
         """Keep the slots of accepted nodes on the path to the last committed token; return the others.

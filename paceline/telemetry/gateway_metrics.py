@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from paceline.core.messages import FinishReason, Usage
 from paceline.telemetry.instruments import MetricFactory
@@ -23,6 +26,20 @@ CHOICES = (1, 2, 5, 10, 20)
 
 BreakerStateSource = Callable[[], Mapping[tuple[str, str], int]]
 """Returns the states of circuit breakers by kind and name of worker: 0 closed, 1 half-open, 2 open."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTotals:
+    """What a gateway counted of one model since it started."""
+
+    tokens: int
+    """Output tokens, those of running requests too."""
+    first_tokens: int
+    """Requests that had a first token."""
+    first_token_s: float
+    """The sum of the seconds until these."""
+    rejections: Mapping[str, int]
+    """By reason."""
 
 
 class GatewayMetrics:
@@ -92,6 +109,8 @@ class GatewayMetrics:
         self.replays_other_numerics = make.counter(
             "replays_other_numerics", "Requests with tokens, resumed on a target with other numerics", model
         )
+        self.streamed_tokens: Counter[str] = Counter()
+        """Output tokens by model, those of running requests too."""
         self._breakers = BreakerCollector()
         registry.register(self._breakers)
 
@@ -115,6 +134,19 @@ class GatewayMetrics:
         self._queued.labels(model).set_function(queued)
         self._targets.labels(model).set_function(targets_up)
         self._breakers.sources[model] = breakers
+
+    def totals(self, model: str) -> ModelTotals:
+        first = _samples(self.first_token_s, model)
+        return ModelTotals(
+            self.streamed_tokens[model],
+            int(sum(each.value for each in first if each.name.endswith("_count"))),
+            sum(each.value for each in first if each.name.endswith("_sum")),
+            {
+                each.labels["reason"]: int(each.value)
+                for each in _samples(self._rejections, model)
+                if each.name.endswith("_total")
+            },
+        )
 
     @contextmanager
     def track(self, model: str, clock: Callable[[], float] = time.monotonic) -> Iterator[RequestMetrics]:
@@ -154,6 +186,7 @@ class RequestMetrics:
         now = self._clock()
         if not count:
             return
+        self._metrics.streamed_tokens[self._model] += count
         if self._last_token is None:
             self._first_token = now
             self._metrics.first_token_s.labels(self._model).observe(now - self._arrived)
@@ -191,3 +224,7 @@ class RequestMetrics:
         metrics.prompt.labels(model).inc(usage.prompt_tokens)
         metrics.cached.labels(model).inc(usage.cached_tokens)
         metrics.generation.labels(model).inc(usage.completion_tokens)
+
+
+def _samples(metric: Collector, model: str) -> list[Sample]:
+    return [each for family in metric.collect() for each in family.samples if each.labels.get("model_name") == model]

@@ -42,7 +42,7 @@ class TargetServiceDescribeResponse(_message.Message):
 class SubmitFrame(_message.Message):
     __slots__ = ("submits", "cancels")
     class Submit(_message.Message):
-        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group", "trace_parent", "priority")
+        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group", "trace_parent", "return_tree", "priority")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class SubmitFrame(_message.Message):
         CLIENT_FIELD_NUMBER: _ClassVar[int]
         GROUP_FIELD_NUMBER: _ClassVar[int]
         TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+        RETURN_TREE_FIELD_NUMBER: _ClassVar[int]
         PRIORITY_FIELD_NUMBER: _ClassVar[int]
         request_id: str
         prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -64,8 +65,9 @@ class SubmitFrame(_message.Message):
         client: str
         group: str
         trace_parent: str
+        return_tree: bool
         priority: int
-        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ..., trace_parent: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ..., trace_parent: _Optional[str] = ..., return_tree: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
     class Cancel(_message.Message):
         __slots__ = ("request_id",)
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -111,8 +113,19 @@ class DeltaFrame(_message.Message):
         completion_tokens: int
         cached_tokens: int
         def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    class VerifiedTree(_message.Message):
+        __slots__ = ("parents", "token_ids", "accepted", "methods")
+        PARENTS_FIELD_NUMBER: _ClassVar[int]
+        TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+        METHODS_FIELD_NUMBER: _ClassVar[int]
+        parents: _containers.RepeatedScalarFieldContainer[int]
+        token_ids: _containers.RepeatedScalarFieldContainer[int]
+        accepted: _containers.RepeatedScalarFieldContainer[bool]
+        methods: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, parents: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[bool]] = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
     class Delta(_message.Message):
-        __slots__ = ("request_id", "token_ids", "log_probs", "finish_reason", "usage", "speculation", "timings", "error", "stop_token_id", "accepted", "prompt_log_probs")
+        __slots__ = ("request_id", "token_ids", "log_probs", "finish_reason", "usage", "speculation", "timings", "error", "stop_token_id", "accepted", "trees", "prompt_log_probs")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +136,7 @@ class DeltaFrame(_message.Message):
         ERROR_FIELD_NUMBER: _ClassVar[int]
         STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
         ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+        TREES_FIELD_NUMBER: _ClassVar[int]
         PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
         request_id: str
         token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -134,8 +148,9 @@ class DeltaFrame(_message.Message):
         error: str
         stop_token_id: int
         accepted: _containers.RepeatedScalarFieldContainer[bool]
+        trees: _containers.RepeatedCompositeFieldContainer[DeltaFrame.VerifiedTree]
         prompt_log_probs: _containers.RepeatedCompositeFieldContainer[DeltaFrame.PromptLogProbs]
-        def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[_Union[DeltaFrame.LogProbs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[DeltaFrame.Usage, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., error: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., accepted: _Optional[_Iterable[bool]] = ..., prompt_log_probs: _Optional[_Iterable[_Union[DeltaFrame.PromptLogProbs, _Mapping]]] = ...) -> None: ...
+        def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[_Union[DeltaFrame.LogProbs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[DeltaFrame.Usage, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., error: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., accepted: _Optional[_Iterable[bool]] = ..., trees: _Optional[_Iterable[_Union[DeltaFrame.VerifiedTree, _Mapping]]] = ..., prompt_log_probs: _Optional[_Iterable[_Union[DeltaFrame.PromptLogProbs, _Mapping]]] = ...) -> None: ...
     class Load(_message.Message):
         __slots__ = ("running", "waiting", "free_slots", "rows", "step_s")
         RUNNING_FIELD_NUMBER: _ClassVar[int]

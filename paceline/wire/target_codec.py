@@ -12,6 +12,7 @@ from paceline.core.messages import (
     SpeculationStats,
     TargetDescription,
     Usage,
+    VerifiedTree,
 )
 from paceline.v1 import common_pb2
 from paceline.v1 import target_pb2 as pb
@@ -78,6 +79,7 @@ def encode_delta(delta: Delta, request_id: str) -> pb.DeltaFrame.Delta:
         stop_token_id=delta.stop_token,
         accepted=delta.accepted,
         prompt_log_probs=[_encode_prompt_log_probs(part) for part in delta.prompt_log_probs],
+        trees=[_encode_tree(tree) for tree in delta.trees],
     )
 
 
@@ -99,6 +101,7 @@ def decode_delta(message: pb.DeltaFrame.Delta) -> Delta:
         timings=decode_timings(message.timings),
         error=message.error,
         prompt_log_probs=[_decode_prompt_log_probs(part) for part in message.prompt_log_probs],
+        trees=[_decode_tree(tree) for tree in message.trees],
     )
 
 
@@ -142,3 +145,18 @@ def _decode_prompt_log_probs(message: pb.DeltaFrame.PromptLogProbs) -> PromptLog
     if not message.start:
         raise WireError("prompt_log_probs.start: 0; the first token has no log-probability")
     return PromptLogProbs(message.start, [_decode_log_probs(each) for each in message.entries])
+
+
+def _encode_tree(tree: VerifiedTree) -> pb.DeltaFrame.VerifiedTree:
+    return pb.DeltaFrame.VerifiedTree(
+        parents=tree.parents, token_ids=tree.tokens, accepted=tree.accepted, methods=tree.methods
+    )
+
+
+def _decode_tree(message: pb.DeltaFrame.VerifiedTree) -> VerifiedTree:
+    lists = list(message.parents), list(message.token_ids), list(message.accepted), list(message.methods)
+    if len({len(each) for each in lists}) > 1:
+        raise WireError("trees: lists of different lengths")
+    if any(parent > node for node, parent in enumerate(message.parents)):
+        raise WireError("trees: a node before its parent")
+    return VerifiedTree(*lists)

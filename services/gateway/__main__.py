@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         default=responses.max_bytes // MEGABYTE,
         help="most megabytes of kept responses, in Redis",
     )
+    add("--demo-socket", type=Path, metavar="PATH", help="set by `paceline serve --demo-page`")
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")
     add("--log-level", choices=logs.LEVELS, default="info", help="how much to log")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Usage, choices_of
 from paceline.output_processor import OutputProcessor
 from paceline.parsing.output_format import OutputFormat
-from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline.telemetry.gateway_metrics import GatewayMetrics, ModelTotals
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import Tokenizer
 from paceline_services.gateway.admission import AdmissionQueue, Capacity
@@ -56,6 +56,10 @@ class ServedModel:
         """Longest prompt plus output, in tokens; None while no target is up."""
         description = self.fleet.description
         return None if description is None else description.max_model_len
+
+    @property
+    def totals(self) -> ModelTotals:
+        return self.metrics.totals(self.model)
 
     @property
     def vocabulary_size(self) -> int:

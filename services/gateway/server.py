@@ -35,6 +35,7 @@ from paceline_services.gateway.grpc.inference_servicer import create_server
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import LimitedHttpProtocol
 from paceline_services.gateway.openai.http_app import create_app
+from paceline_services.gateway.pages.fleet_report import FleetReport
 from paceline_services.gateway.responses.response_history import ResponseHistory
 from paceline_services.gateway.responses.response_routes import add_responses
 from paceline_services.gateway.routing.fleet import open_fleet
@@ -75,6 +76,8 @@ class GatewaySettings:
     """The same for reasoning: a name of `REASONING_FORMATS`, auto or none."""
     stored_responses: ResponseLimits = field(default_factory=ResponseLimits)
     """Of the finished responses that are kept for `previous_response_id`. With a time to live of 0 none is."""
+    demo_socket: Path | None = None
+    """The launcher's socket in demo mode, at which a page may have a draft worker killed."""
     edge_tls: Certificates | None = None
     """For clients; None: HTTP and gRPC are in plain text."""
     tls: Certificates | None = None
@@ -130,13 +133,16 @@ async def running(
         authenticator = _authenticator(settings, metrics)
         models = await _open_models(tokenizers, settings, store, metrics, tracing, stack)
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
-        app = create_app(models, registry, authenticator, settings.allow_origin, settings.public)
+        report = FleetReport(models, store, settings.worker_id)
+        app = create_app(
+            models, registry, authenticator, report, settings.allow_origin, settings.public, settings.demo_socket
+        )
         add_messages_api(app, models)
         add_responses(app, models, ResponseHistory(store, enabled=settings.stored_responses.ttl_s > 0))
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)
-        async with store.registration(record, lambda: {"running": models.capacity.in_flight}):
+        async with store.registration(record, lambda: _load(models)):
             yield models, addresses
         await grpc_server.drain()
         await models.capacity.drain(settings.drain_s)
@@ -168,6 +174,11 @@ def _output_format(settings: GatewaySettings, tokenizer: Tokenizer) -> OutputFor
         return choose_format(settings.tool_call_parser, settings.reasoning_parser, source)
     except ValueError as error:
         raise StartError(f"--tool-call-parser, --reasoning-parser: {error}") from error
+
+
+def _load(models: ModelDirectory) -> dict[str, float]:
+    """For other gateways' reports."""
+    return {"running": models.capacity.in_flight, "tokens": sum(each.totals.tokens for each in models)}
 
 
 def _record(worker_id: str, addresses: Addresses, models: ModelDirectory) -> WorkerRecord:

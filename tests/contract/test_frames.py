@@ -24,6 +24,7 @@ from paceline.core.messages import (
     TargetDescription,
     Timings,
     Usage,
+    VerifiedTree,
 )
 from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
@@ -79,6 +80,7 @@ submissions = st.builds(
     committed=st.lists(tokens, max_size=3),
     draft_addresses=st.lists(texts, max_size=3),
     priority=st.integers(-(2**31), 2**31 - 1),
+    return_tree=st.booleans(),
 )
 stats = st.builds(
     SpeculationStats,
@@ -100,6 +102,17 @@ prompt_log_probs = st.builds(PromptLogProbs, st.integers(1, 2**32 - 1), st.lists
 
 
 @st.composite
+def trees(draw: st.DrawFn) -> VerifiedTree:
+    nodes = range(draw(st.integers(0, 5)))
+    return VerifiedTree(
+        parents=[draw(st.integers(0, node)) for node in nodes],
+        tokens=[draw(tokens) for _ in nodes],
+        accepted=[draw(st.booleans()) for _ in nodes],
+        methods=[draw(texts) for _ in nodes],
+    )
+
+
+@st.composite
 def deltas(draw: st.DrawFn) -> Delta:
     count = draw(st.integers(0, 4))
     some = st.lists(log_probs, min_size=count, max_size=count)
@@ -115,6 +128,7 @@ def deltas(draw: st.DrawFn) -> Delta:
         timings=draw(timings),
         error=draw(texts),
         prompt_log_probs=draw(st.lists(prompt_log_probs, max_size=2)),
+        trees=draw(st.lists(trees(), max_size=2)),
     )
 
 
@@ -196,6 +210,21 @@ def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
     message = target_pb2.DeltaFrame.Delta(prompt_log_probs=[target_pb2.DeltaFrame.PromptLogProbs(start=0)])
     with pytest.raises(WireError, match=r"prompt_log_probs\.start"):
         target_codec.decode_delta(message)
+
+
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        (target_pb2.DeltaFrame.VerifiedTree(parents=[0, 1], token_ids=[5, 6], accepted=[True]), "different lengths"),
+        (
+            target_pb2.DeltaFrame.VerifiedTree(parents=[1], token_ids=[5], accepted=[True], methods=["ngram"]),
+            "a node before its parent",
+        ),
+    ],
+)
+def test_an_invalid_tree_is_refused(tree: target_pb2.DeltaFrame.VerifiedTree, complaint: str) -> None:
+    with pytest.raises(WireError, match=complaint):
+        target_codec.decode_delta(target_pb2.DeltaFrame.Delta(trees=[tree]))
 
 
 @given(st.builds(EngineLoad, counts, counts, counts, counts, seconds))

@@ -94,12 +94,24 @@ async def test_a_known_key_is_accepted_and_nothing_else(stack: Stack, keys: Keys
 
 
 async def test_all_paths_but_probes_need_a_key(stack: Stack) -> None:
-    for path in ("/v1/models", "/docs", "/no/such/path", "/health/", "//health", "/load", "/server_info"):
+    closed = (
+        "/v1/models",
+        "/docs",
+        "/operator/state",
+        "/load",
+        "/server_info",
+        "/no/such/path",
+        "/health/",
+        "/pages/",
+        "/operator/",
+    )
+    for path in (*closed, f"http://{stack.addresses.http}//health"):
         assert (await stack.http.get(path)).status_code == 401
     for path in ("/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/abort_requests"):
         assert (await stack.http.post(path)).status_code == 401
     assert (await stack.http.options("/v1/completions")).status_code == 401
-    for path in ("/health", "/live", "/metrics", "/ready", "/version"):
+    probes = ("/health", "/live", "/metrics", "/ready", "/version")
+    for path in (*probes, "/", "/operator", "/pages/settings.json"):
         assert (await stack.http.get(path)).status_code == 200
 
 

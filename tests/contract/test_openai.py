@@ -265,6 +265,26 @@ async def test_accepted_tokens_are_marked_on_request(speaking: Stack) -> None:
     assert [each for part in chunks for each in part.get("accepted", [])] == choice["accepted"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+async def test_verified_trees_come_on_request(speaking: Stack, path: str) -> None:
+    """Each delta is one step; a whole answer has the trees of all steps."""
+    asked: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": CHAT}
+    body = asked | {"max_tokens": 7, "return_tree": True}
+    [choice], _ = await parts(speaking, path, body, stream=False)
+    first, _, last = choice["trees"]
+    refused = {"parent": 0, "token_id": 17, "token": TOKENIZER.decode([17]), "accepted": False, "method": "ngram"}
+    assert first[-1] == last[-1] == refused
+    assert len(last) == 1, "the last of seven tokens is the target's own"
+    assert [node["parent"] for node in first] == [0, 1, 0]
+    assert [node["token_id"] for node in first[:-1]] == OUTPUT[1:3]
+    assert "".join(node["token"] for node in first[:-1]) == TOKENIZER.decode(OUTPUT[1:3])
+    assert {(node["accepted"], node["method"]) for node in first[:-1]} == {(True, "draft_model")}
+    chunks, _ = await parts(speaking, path, body, stream=True)
+    assert [tree for chunk in chunks for tree in chunk.get("trees", [])] == choice["trees"]
+    plain, _ = await parts(speaking, path, asked | {"max_tokens": 7}, stream=False)
+    assert "trees" not in plain[0]
+
+
 async def test_every_parameter_reaches_the_target(counting: Stack) -> None:
     counting.decoder.requests.clear()
     same = {

@@ -97,6 +97,14 @@ def test_a_wheel_without_a_compiler_that_works_has_the_sources(
     assert native(made) == SOURCES
 
 
+def test_a_wheel_has_the_files_of_the_pages(project: Path) -> None:
+    pages = Path("services", "gateway", "pages")
+    shutil.copytree(ROOT / pages, project / "paceline_services" / "gateway" / "pages")
+    packed = {Path(name).name for name in zipfile.ZipFile(wheel(project)).namelist() if "gateway/pages/static/" in name}
+    assert packed == {file.name for file in (ROOT / pages / "static").iterdir()}
+    assert {"playground.html", "operator.html", "base.css", "playground.js"} < packed
+
+
 @pytest.mark.parametrize("name", ["g++", "zig"])
 def test_the_platform_in_a_wheels_name(
     project: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ from paceline.core.messages import (
     TargetDescription,
     Timings,
     Usage,
+    VerifiedTree,
 )
 from paceline.engine.engine_messages import CancelRequest
 from paceline.state import StateStore, WorkerRecord, open_store
@@ -136,6 +137,8 @@ class ScriptedDecoder:
             await self.gate.wait()
             tokens = output[at : at + self._burst]
             delta = Delta(request.request_id, tokens, [index > 0 for index in range(len(tokens))])
+            if request.return_tree:
+                delta.trees = [guessed_tree(tokens)]
             if params.logprobs is not None:
                 delta.log_probs = [self.log_probs_of(token, params.logprobs) for token in tokens]
             if at + self._burst >= len(output):
@@ -179,6 +182,17 @@ def prompt_score(position: int, token: int, top: int) -> LogProbs:
     """What a scripted target says of a prompt's token: it depends on the position, and the token is not the best."""
     best = [((token + rank) % 4096, -0.125 * rank) for rank in range(1, top + 1)]
     return LogProbs(-4.0 - position, best, 10 + position)
+
+
+def guessed_tree(tokens: Sequence[int]) -> VerifiedTree:
+    """The tree of a step that committed these tokens, all but the first guessed: and a refused guess below the root."""
+    guesses = len(tokens) - 1
+    return VerifiedTree(
+        parents=[*range(guesses), 0],
+        tokens=[*tokens[1:], 17],
+        accepted=[True] * guesses + [False],
+        methods=["draft_model"] * guesses + ["ngram"],
+    )
 
 
 class Bookkeeper:

@@ -71,6 +71,12 @@ def test_all_services_send_their_traces_to_one_collector() -> None:
     assert not any("otlp-traces-endpoint" in each for group in groups(plan()) for each in group)
 
 
+def test_the_gateway_of_a_demo_knows_its_launcher() -> None:
+    [[gateway], *_] = plan().programs(REDIS, Path("launcher"))
+    assert options(gateway)["demo-socket"] == "launcher"
+    assert "demo-socket" not in groups(plan(demo_page=True))[0][0]
+
+
 def test_every_worker_has_a_port_and_a_name_of_its_own() -> None:
     """A restarted worker keeps both, so that its peers find it again; a draft may advertise another address."""
     deployment = plan(draft_workers=2, target_workers=2)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -162,6 +163,39 @@ def served(target: Engine, *submissions: GenerationRequest, steps: list[StepStat
             steps.append(target.last_step)
         target.check_integrity()
     return results
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram"], ids=["own draft", "lookup"])
+def test_a_tree_has_what_its_step_verified(method: str) -> None:
+    """The accepted nodes are one path, that of the committed guesses."""
+    speculation = {"method": ["ngram", "draft_model"], "model": "table:64"}
+    drafts = (local(), []) if method == "draft_model" else (Script(), [Guesser(width=2, hit=lambda done: done % 3 > 0)])
+    target = engine(drafts[0], lookups=drafts[1], speculation=speculation)
+    target.submit(replace(submission(output=LONG), return_tree=True))
+    nodes, deltas = [], []
+    while target.busy:
+        deltas += target.step()
+    for delta in deltas:
+        [tree] = delta.trees
+        path, reached = [], 0
+        for number, node in enumerate(zip(tree.parents, tree.tokens, tree.accepted, tree.methods, strict=True), 1):
+            parent, token, accepted, _ = node
+            assert parent < number
+            if accepted:
+                assert parent == reached
+                path, reached = [*path, token], number
+            nodes.append(node)
+        assert path == delta.tokens[: sum(delta.accepted)]
+    assert [token for delta in deltas for token in delta.tokens] == answer()
+    stats = deltas[-1].speculation
+    assert stats is not None
+    assert len(nodes) == stats.drafted_tokens > stats.accepted_tokens > 0
+    assert sum(accepted for _, _, accepted, _ in nodes) == stats.accepted_tokens
+    assert {each for *_, each in nodes} == {method}
+
+
+def test_trees_are_made_on_request_alone() -> None:
+    assert served(engine(local()), submission())["a"].trees == []
 
 
 class TestStepStats:

@@ -17,10 +17,12 @@ from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import OVER_CONNECTION_LIMIT
 from paceline_services.gateway.openai.http_metrics import CLIENT, REQUEST_ID_HEADER
 from paceline_services.gateway.openai.server_sent_event import encode_json
+from paceline_services.gateway.pages.static_files import page_paths
 
 ANY_ORIGIN = "*"
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ready", "/version"})
-"""For probes and Prometheus, which have no keys. vLLM leaves these open, too."""
+"""For probes and Prometheus, which have no keys. vLLM leaves these open, too. So are the files of the pages: a browser
+asks for them before it has a key."""
 
 
 class AuthMiddleware:
@@ -44,6 +46,9 @@ class AuthMiddleware:
             check_framing(headers)
             self._check_connection_limit(scope)
             self._check_origin(scope, headers)
+            if scope["path"] in page_paths():
+                await self._app(scope, receive, send)
+                return
             client = self._authenticator.client_for(authorization_of(headers))
             with client.admit():
                 scope.setdefault("state", {})[CLIENT] = client

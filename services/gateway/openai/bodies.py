@@ -140,6 +140,7 @@ class GenerationBody(SamplingBody):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_accepted: Annotated[bool, Field(description="by token: was it guessed, and where its text begins")] = False
+    return_tree: Annotated[bool, Field(description="by step: the guesses that were verified, as a tree")] = False
     speculative: Annotated[SpeculativeLimits | None, BeforeValidator(as_speculative)] = None
     speculation_stats: bool = False
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT)] = None

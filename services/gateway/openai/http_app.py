@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +46,9 @@ from paceline_services.gateway.openai.prompt_encoding import decode, in_encoding
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.openai.request_trace import start_request_span, traced
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
+from paceline_services.gateway.pages.demo_route import add_demo
+from paceline_services.gateway.pages.fleet_report import FleetReport
+from paceline_services.gateway.pages.static_files import add_pages
 from paceline_services.gateway.served_model import ServedModel
 
 
@@ -52,12 +56,15 @@ def create_app(
     models: ModelDirectory,
     registry: CollectorRegistry,
     authenticator: Authenticator,
+    report: FleetReport,
     origins: Sequence[str] = (),
     options: Mapping[str, Any] = MappingProxyType({}),
+    demo_socket: Path | None = None,
 ) -> FastAPI:
-    """The application. `/metrics` shows what `registry` holds, `/server_info` shows `options`.
+    """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says.
 
-    `origins`: sites whose pages may use it.
+    `origins`: sites whose pages may use it. `options`: what `/server_info` shows. `demo_socket`: the launcher's, in
+    demo mode.
     """
     app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(AuthMiddleware, models, authenticator, origins)
@@ -74,7 +81,10 @@ def create_app(
     _add_generation(app, models, "/v1/chat/completions", "chat_completions", ChatBody, ChatCompletionResponse)
     _add_models(app, models)
     _add_tokens(app, models)
-    add_operations(app, models, registry, options)
+    add_operations(app, models, registry, report, options)
+    if demo_socket is not None:
+        add_demo(app, demo_socket)
+    add_pages(app, {"requires_key": authenticator.requires_key, "demo": demo_socket is not None})
     add_api_docs(app)
     return app
 

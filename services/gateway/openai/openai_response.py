@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
 
-from paceline.core.messages import Delta, GenerationRequest
+from paceline.core.messages import Delta, GenerationRequest, VerifiedTree
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.delta_buffer import DeltaBuffer
@@ -23,6 +23,7 @@ from paceline_services.gateway.openai.logprobs import (
     chat_log_probs,
     completion_log_probs,
     prompt_log_probs,
+    spelled,
 )
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
@@ -50,6 +51,7 @@ class OpenAIResponse(ABC):
         self._reports = body.speculation_stats
         self._return_token_ids = body.return_token_ids
         self._return_accepted = body.return_accepted
+        self._return_tree = body.return_tree
         self._return_logprobs = body.top_log_probs is not None
         self._prompt_logprobs = body.prompt_logprobs
         self._spelling = TokenSpelling(model.tokenizer, by_id=bool(body.return_tokens_as_token_ids))
@@ -83,7 +85,7 @@ class OpenAIResponse(ABC):
 
     def _chunks_of(self, index: int, delta: Delta) -> Iterator[Json]:
         self._usage.add(index, delta)
-        by_token = self._return_token_ids or self._return_logprobs or self._return_accepted
+        by_token = self._return_token_ids or self._return_logprobs or self._return_accepted or self._return_tree
         parts = self.parts(index, delta) or ([self.empty] if delta.tokens and by_token else [])
         for number, part in enumerate(parts):
             yield self._chunk(self._entry(index, part, None if number else delta))
@@ -127,7 +129,23 @@ class OpenAIResponse(ABC):
             entry["token_ids"] = delta.tokens
         if self._return_accepted:
             entry["accepted"], entry["text_offset"] = delta.accepted, self.offsets(index, delta)
+        if self._return_tree:
+            entry["trees"] = [self._tree(tree) for tree in delta.trees]
         return entry
+
+    def _tree(self, tree: VerifiedTree) -> list[Json]:
+        """The nodes that a step verified. `parent`: the number of a node in this list, from 1; 0 is the root."""
+        nodes = zip(tree.parents, tree.tokens, tree.accepted, tree.methods, strict=True)
+        return [
+            {
+                "parent": parent,
+                "token_id": token,
+                "token": spelled(token, self._tokenizer),
+                "accepted": accepted,
+                "method": method,
+            }
+            for parent, token, accepted, method in nodes
+        ]
 
     def _kept(self, outputs: Sequence[Delta]) -> Sequence[int]:
         """The completions to return: of each prompt's, those with the highest mean log-probability, best first."""

@@ -15,6 +15,7 @@ from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.auth_middleware import client_of
 from paceline_services.gateway.openai.field_types import Body
 from paceline_services.gateway.openai.http_body import JsonResponse, parse_body, read_body
+from paceline_services.gateway.pages.fleet_report import FleetReport
 from paceline_services.gateway.served_model import ServedModel
 
 MAX_ABORTED = 1024
@@ -32,9 +33,13 @@ class AbortBody(Body):
 
 
 def add_operations(
-    app: FastAPI, models: ModelDirectory, registry: CollectorRegistry, options: Mapping[str, Any]
+    app: FastAPI,
+    models: ModelDirectory,
+    registry: CollectorRegistry,
+    report: FleetReport,
+    options: Mapping[str, Any],
 ) -> None:
-    """`options`: of the gateway, as `/server_info` shows them."""
+    """`report`: what `/operator` shows. `options`: of the gateway, as `/server_info` shows them."""
     _add_probes(app, models, registry)
 
     @app.get("/load")
@@ -47,6 +52,10 @@ def add_operations(
     async def server_info() -> Response:
         served = [_model_info(model, models.aliases_of(model.model)) for model in models]
         return JsonResponse({"version": paceline.__version__, "models": served, "options": options})
+
+    @app.get("/operator/state")
+    async def operator_state() -> Response:
+        return JsonResponse(await report.as_json())
 
     @app.post("/abort_requests")
     async def abort_requests(request: Request) -> Response:

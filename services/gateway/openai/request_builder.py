@@ -76,6 +76,7 @@ async def build_requests(
         group=request_id,
         priority=body.priority or 0,
         trace_parent=span.trace_parent,
+        return_tree=body.return_tree,
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
         target_labels=labels | features,
         stop=body.stop or (),

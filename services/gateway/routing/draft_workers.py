@@ -43,6 +43,15 @@ class DraftWorkers:
         self._known: dict[str, AcceptanceCounts] = {}
         self._turn = count()
 
+    @property
+    def workers(self) -> Sequence[RegisteredWorker]:
+        """As the registry lists them."""
+        return list(self._workers.values())
+
+    def acceptance(self, kind: str) -> AcceptanceCounts:
+        """What all gateways have measured of a kind of draft, as of the last `update_acceptance`."""
+        return self._known.get(kind, AcceptanceCounts())
+
     def update_workers(self, workers: Sequence[RegisteredWorker]) -> None:
         """Take the registry's current list."""
         self._workers = {worker.record.address: worker for worker in workers}
@@ -89,7 +98,7 @@ class DraftWorkers:
 
     def _candidate(self, address: str, *, greedy: bool) -> DraftCandidate:
         worker = self._workers[address]
-        known = self._known.get(draft_kind(worker.record, greedy=greedy), AcceptanceCounts())
+        known = self.acceptance(draft_kind(worker.record, greedy=greedy))
         accepted = known.acceptance_length if known.verifications >= MIN_VERIFICATIONS else None
         healthy = self.breakers[address].allows
         return DraftCandidate(worker.load.get("requests", 0.0), accepted, known.verifications, healthy)

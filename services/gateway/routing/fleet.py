@@ -80,6 +80,11 @@ class Fleet:
         return len(self._up())
 
     @property
+    def unreached(self) -> list[str]:
+        """Listed targets without a link, by worker id and address."""
+        return sorted(self._heartbeats.keys() - self.targets.keys())
+
+    @property
     def in_flight(self) -> int:
         return sum(len(target.requests) for target in self.targets.values())
 

@@ -1,0 +1,135 @@
+// The form: what to run, as a request body.
+
+import { byId, el, setText } from "./dom.js";
+
+// By kind of request. `first`: the kind that a model shows best.
+const PYDOC = {
+  first: "completion",
+  chat: ["What does json.dumps do?", "What does functools.lru_cache do?", "What is os.path.join for?"],
+  completion: [
+    "def read_lines(path):",
+    'class Stack:\n    """A stack."""\n\n    def __init__(self):\n        self',
+    "import os\nimport sys\n\ndef main():\n    parser = argparse.",
+  ],
+};
+const NUMBERS = { first: "completion", chat: ["1 2 3"], completion: ["1 2 3", "7 8 9 7 8 9"] };
+const GENERAL = {
+  first: "chat",
+  chat: ["Explain in three sentences how a hash table works.", "Write a limerick about a fast turtle."],
+  completion: ["def fibonacci(n):\n", "Once upon a time"],
+};
+
+export class RequestForm {
+  #form = byId("request");
+  #prompt = byId("prompt");
+  #example = "";
+  // By model: the most tokens of prompt and output together; null where the gateway does not know.
+  #contexts;
+
+  constructor(models) {
+    this.#contexts = new Map(models.map((model) => [model.id, model.max_model_len]));
+    byId("model").replaceChildren(...models.map((model) => el("option", { value: model.id }, model.id)));
+    this.#form.elements.kind.value = examplesFor(models[0].id).first;
+    this.#form.addEventListener("change", () => this.#showKind());
+    byId("temperature").addEventListener("input", () => this.#showTemperature());
+    byId("model").addEventListener("change", () => this.#limitTokens());
+    this.#showTemperature();
+    this.#showKind();
+    this.#limitTokens();
+    if (matchMedia("(max-width: 60rem)").matches) byId("settings").open = false;
+  }
+
+  get kind() {
+    return this.#form.elements.kind.value;
+  }
+
+  get text() {
+    return this.#prompt.value;
+  }
+
+  get maxTokens() {
+    return Number(byId("max-tokens").value);
+  }
+
+  get inTurn() {
+    return byId("in-turn").checked;
+  }
+
+  get speculates() {
+    return byId("speculate").checked;
+  }
+
+  get path() {
+    return this.kind === "chat" ? "/v1/chat/completions" : "/v1/completions";
+  }
+
+  // Whether all fields have possible values; the first wrong one gets the focus.
+  valid() {
+    byId("settings").open ||= !this.#form.checkValidity();
+    if (!this.text) this.#prompt.focus();
+    return this.text !== "" && this.#form.reportValidity();
+  }
+
+  // The body of a request. `messages`: the conversation before, for a chat.
+  body(messages, speculates) {
+    const prompt =
+      this.kind === "chat" ? { messages: [...messages, { role: "user", content: this.text }] } : { prompt: this.text };
+    return {
+      model: byId("model").value,
+      ...prompt,
+      temperature: Number(byId("temperature").value),
+      max_tokens: this.maxTokens,
+      seed: Number(byId("seed").value),
+      stream: true,
+      return_token_ids: true,
+      return_accepted: true,
+      return_tree: true,
+      speculation_stats: true,
+      speculative: speculates ? this.#limits() : false,
+    };
+  }
+
+  setRunning(running) {
+    for (const id of ["run", "race", "clear"]) byId(id).disabled = running;
+    byId("stop").disabled = !running;
+  }
+
+  #limits() {
+    const number = (id) => (byId(id).value === "" ? null : Number(byId(id).value));
+    return { enabled: null, num_speculative_tokens: number("depth"), max_tree_nodes: number("nodes") };
+  }
+
+  // No more tokens than the model's context; by default half of it at most.
+  #limitTokens() {
+    const [field, context] = [byId("max-tokens"), this.#contexts.get(byId("model").value)];
+    if (!context) return;
+    field.max = context;
+    field.value = Math.min(Number(field.value), Math.floor(context / 2));
+  }
+
+  #showTemperature() {
+    setText(byId("temperature-value"), Number(byId("temperature").value).toFixed(2));
+  }
+
+  #showKind() {
+    setText(byId("prompt-label"), this.kind === "chat" ? "Message" : "Prompt");
+    const examples = examplesFor(byId("model").value)[this.kind];
+    byId("examples").replaceChildren(
+      ...examples.map((example) => {
+        const shown = example.trimEnd().replaceAll(/\s*\n\s*/g, " ⏎ ");
+        const button = el("button", { type: "button", class: "chip" }, shown);
+        button.addEventListener("click", () => {
+          this.#prompt.value = example;
+          this.#prompt.focus();
+        });
+        return button;
+      }),
+    );
+    if (this.text === this.#example) this.#prompt.value = this.#example = examples[0];
+  }
+}
+
+function examplesFor(model) {
+  if (model.includes("pydoc")) return PYDOC;
+  return model.startsWith("table") ? NUMBERS : GENERAL;
+}
