@@ -17,7 +17,7 @@ Json = dict[str, Any]
 MAX_METADATA = 16
 LOG_PROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
-PASSED_ON = SHARED_FIELDS | {
+PASSED_ON = (SHARED_FIELDS - {"prompt_logprobs"}) | {
     "bad_words",
     "cache_salt",
     "chat_template_kwargs",
@@ -26,6 +26,7 @@ PASSED_ON = SHARED_FIELDS | {
     "include_stop_str_in_output",
     "logit_bias",
     "parallel_tool_calls",
+    "priority",
     "prompt_cache_key",
     "skip_special_tokens",
     "speculation_stats",
@@ -35,7 +36,8 @@ PASSED_ON = SHARED_FIELDS | {
     "structured_outputs",
     "top_k",
 }
-"""Fields that a chat completion has, too, under the same names and with the same meaning."""
+"""Fields that a chat completion has, too, under the same names and with the same meaning. A response has no place for
+log-probabilities of the prompt."""
 
 if TYPE_CHECKING:
 
