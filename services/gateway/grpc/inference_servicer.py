@@ -107,10 +107,9 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             with self._authenticated(context) as client:
                 self._models.check_capacity()
-                model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
-                body = _body(request)
                 with self._traced(request, metadata) as span:
+                    model, body = self._models.model(request.model or None), _body(request)
                     requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata, span)
                     responses = GenerateResponses(body, requests, model)
                     output = model.generate_all(requests, client)
