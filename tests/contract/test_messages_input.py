@@ -166,6 +166,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: is not supported"),
         ({"thread": {"type": "create"}}, "thread: is not supported"),
         ({"temprature": 1}, "unknown parameter: temprature"),
+        ({"metadata": {"user_id": "x" * 1025}}, r"^metadata\.user_id: "),
         ({"tools": [WEATHER | {"name": "a b"}]}, r"^tools\[0\]\.name: "),
         ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, r"^tools\[0\]\.input_schema: must be a schema"),
         (
