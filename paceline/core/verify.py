@@ -20,11 +20,12 @@ from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.tree import ROOT, TokenTree
 
 
-def walk(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
-    """The tokens to commit: the accepted ones, then the bonus token. Never empty.
+def follow_draws(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
+    """Follow the target's draws from the root down the tree; return the tokens to commit. `coupled` is this rule.
 
-    `draws[0]` is the target's draw after the root, `draws[i + 1]` its draw after the node `verified[i]`. A verified
-    node whose parent was not verified is never reached. Raises ValueError unless there is one draw for each.
+    In: the tree, its `verified` nodes, and one draw for the root and each of them: `draws[0]` comes after the root,
+    `draws[i + 1]` after `verified[i]`. Out: the accepted tokens, then the bonus token; never empty. A verified node
+    whose parent was not verified is never reached. Raises ValueError unless there is one draw for each.
     """
     draw_after = dict(zip((ROOT, *verified), draws, strict=True))
     committed: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config import SamplingParams, StrategyName
 from paceline.core.tree import ROOT, TokenTree
-from paceline.core.verify import STRATEGIES, walk
+from paceline.core.verify import STRATEGIES, follow_draws
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ WALKS: dict[str, tuple[Sequence[Sequence[int]], Sequence[int], Sequence[int]]] =
 def test_the_walk_follows_the_draws(
     tree: TokenTree, verified: Sequence[Sequence[int]], draws: Sequence[int], committed: Sequence[int]
 ) -> None:
-    assert walk(tree, [tree.match(path)[-1] for path in verified], draws) == committed
+    assert follow_draws(tree, [tree.match(path)[-1] for path in verified], draws) == committed
 
 
 @pytest.mark.parametrize("draws", [[], [1], [1, 2, 3]])
 def test_the_root_and_each_verified_node_have_one_draw(tree: TokenTree, draws: list[int]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        walk(tree, tree.match([1]), draws)
+        follow_draws(tree, tree.match([1]), draws)
 
 
 def test_every_configurable_strategy_keeps_the_request_s_parameters_but_greedy() -> None:

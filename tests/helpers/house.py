@@ -20,8 +20,8 @@ DENIED = frozenset(
     (
         *("answers", "beside", "blows", "brings", "cacheless", "callers", "credit", "entrance", "follower", "growing"),
         *("guard", "habits", "haste", "hear", "heard", "hearsay", "intake", "lane", "law", "laws", "lend", "lent"),
-        *("meeting", "news", "orders", "outlook", "place", "replies", "room", "said", "say", "stay", "tally", "tell"),
-        *("told", "trial", "whoever", "wish", "witness", "worth"),
+        *("meeting", "news", "orders", "outlook", "place", "replies", "room", "said", "say", "stay", "submission"),
+        *("submissions", "tally", "tell", "told", "trial", "walk", "whoever", "wish", "witness", "worth"),
     )
 )
 """Words of the first build's private language: docs/glossary.md has the field's."""
