@@ -21,11 +21,11 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from paceline.config import STRATEGIES
 from paceline.core.growth import Growth
 from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
 from paceline.core.sampling import History
 from paceline.core.tree import ROOT, CommitResult, TokenTree
-from paceline.core.verify import STRATEGIES
 from paceline.drafting.cached_speculator import CachedRequest, CachedSpeculator, round_robin
 from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts, predict_draws
 from paceline.drafting.sampled_drafts import SampledToken, sample_draft_tokens

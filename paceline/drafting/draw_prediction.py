@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from paceline.config import STRATEGIES
 from paceline.core.sampling import History, SamplingRow, top_scores
 from paceline.core.tree import TokenTree
-from paceline.core.verify import STRATEGIES
 from paceline.drafting.speculator import DraftError, Opening
 from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
 from paceline.grammar.grammar_state import GrammarCompiler

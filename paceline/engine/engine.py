@@ -32,7 +32,6 @@ from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
 from paceline.core.sampling import History, is_finite
 from paceline.core.strategies import make_verifier
 from paceline.core.tree import ROOT, TokenTree
-from paceline.core.verify import strategy_of
 from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
@@ -87,7 +86,7 @@ class Engine:
         self._speculation = speculation
         self._methods = (speculation.method, *speculation.beside)
         """By source of a node."""
-        self._strategy = strategy_of(speculation)
+        self._strategy = speculation.strategy
         self._verifier = make_verifier(speculation)
         if self._strategy.warning:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.warning)

@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry
 from paceline import __version__
 from paceline.config.vllm_options import VllmOptions
 from paceline.core.messages import TargetDescription
-from paceline.core.verify import strategy_of
 from paceline.engine.engine_messages import CalibrationCounts, EngineInfo, StepResult
 from paceline.ipc.model_process import ModelProcess
 from paceline.launcher import StartError
@@ -121,7 +120,7 @@ async def target_worker(
     registry = CollectorRegistry()
     metrics = TargetMetrics(registry, description.model, info.slots)
     metrics.rows_invariant.set(info.rows_invariant)
-    metrics.set_strategy(strategy_of(speculation))
+    metrics.set_strategy(speculation.strategy)
     async with AsyncExitStack() as stack:
         recorder = await stack.enter_async_context(store.recorder())
         stats = await stack.enter_async_context(StatLogger(description, recorder, metrics))

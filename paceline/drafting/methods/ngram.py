@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.tree import ROOT, TokenTree
-from paceline.core.verify import strategy_of
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.speculator import Opening, Speculator
 from paceline.drafting.tree_speculator import LookupRequest, LookupSpeculator
@@ -88,5 +87,5 @@ class NGramSpeculator(LookupSpeculator[NGramRequest]):
 
 def build(inputs: MethodInputs) -> Speculator:
     config = inputs.config
-    width = 1 if strategy_of(config).sampled_drafts else config.tree_width
+    width = 1 if config.strategy.sampled_drafts else config.tree_width
     return NGramSpeculator(config.prompt_lookup_min, config.prompt_lookup_max, width)
