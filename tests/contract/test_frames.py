@@ -26,7 +26,7 @@ from paceline.core.messages import (
     Usage,
     VerifiedTree,
 )
-from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, SpeculatorFacts
+from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.v1 import common_pb2, draft_pb2, target_pb2
 from paceline.wire import draft_codec, target_codec
@@ -71,7 +71,7 @@ options = st.builds(
     max_tree_nodes=st.none() | counts,
     report=st.booleans(),
 )
-submissions = st.builds(
+generation_requests = st.builds(
     GenerationRequest,
     request_id=texts,
     prompt=st.lists(tokens, min_size=1, max_size=5),
@@ -194,10 +194,10 @@ def sent(message: Message) -> list[bytes]:
     return [ours, theirs]
 
 
-@given(submissions)
-def test_submission(submission: GenerationRequest) -> None:
-    for wire in sent(target_codec.encode_submission(submission)):
-        assert target_codec.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
+@given(generation_requests)
+def test_generation_request(generation_request: GenerationRequest) -> None:
+    for wire in sent(target_codec.encode_request(generation_request)):
+        assert target_codec.decode_request(target_pb2.SubmitFrame.Submit.FromString(wire)) == generation_request
 
 
 @given(deltas())
@@ -301,7 +301,7 @@ def test_the_events_of_a_frame_are_in_order() -> None:
 
 @given(
     st.builds(
-        DraftUpdate,
+        LinkUpdate,
         growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths() | drawn_growths()), max_size=3).map(
             GrowthBatch.of
         ),
@@ -310,13 +310,13 @@ def test_the_events_of_a_frame_are_in_order() -> None:
         timings=st.builds(round_timings, st.integers(0, 10**9), st.integers(0, 10**9)),
     )
 )
-def test_growth_frame(update: DraftUpdate) -> None:
+def test_growth_frame(update: LinkUpdate) -> None:
     for wire in sent(draft_codec.encode_growth_frame(update)):
         assert draft_codec.parse_growth_frame(wire, VOCABULARY) == update
 
 
 def frame_of(*growths: Growth, **fields: Any) -> draft_pb2.GrowthFrame:
-    return draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth) for growth in growths]), **fields))
+    return draft_codec.encode_growth_frame(LinkUpdate(GrowthBatch.of([(1, growth) for growth in growths]), **fields))
 
 
 def test_two_rounds_merge_into_one_frame() -> None:

@@ -15,6 +15,7 @@ from paceline.telemetry.tracing import TraceSpan
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
+from paceline.wire.field_codec import set_fields
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.interceptors import Statuses
 from paceline_services.gateway.api_errors import (
@@ -67,9 +68,6 @@ STATUSES: Statuses = {
 
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata: when a client may retry (gRFC A6)."""
-
-LISTS = frozenset({"stop_token_ids", "allowed_token_ids", "logprob_token_ids", "bad_words"})
-"""Repeated fields of `GenerateRequest.Sampling`."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -193,7 +191,7 @@ async def _write(context: Context, response: pb.GenerateResponse) -> None:
 
 def _body(request: pb.GenerateRequest) -> GenerationBody:
     """The HTTP body that a request corresponds to. Raises `InvalidRequestError`."""
-    fields = _fields(request)
+    fields = _body_fields(request)
     try:
         match request.WhichOneof("prompt"):
             case "text":
@@ -224,18 +222,14 @@ def _tokenize_body(request: pb.TokenizeRequest) -> TokenizeTextBody | TokenizeCh
     raise InvalidRequestError("one of text and chat must be set", param="prompt")
 
 
-def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
+def _body_fields(request: pb.GenerateRequest) -> dict[str, Any]:
     """The fields of the HTTP body, without its prompt."""
-    sampling = request.sampling
-    fields: dict[str, Any] = {"max_tokens": CompletionBody.default_max_tokens}
-    for descriptor, value in sampling.ListFields():
-        fields[descriptor.name] = list(value) if descriptor.name in LISTS else value
-    fields["logit_bias"] = dict(sampling.logit_bias)
+    fields = {"max_tokens": CompletionBody.default_max_tokens, **set_fields(request.sampling)}
     for name in ("n", "truncate_prompt_tokens", "stream_interval", "cache_salt"):
         fields[name] = getattr(request, name) if request.HasField(name) else None
     if request.echo:
         fields["echo"] = True
-    speculative = {descriptor.name: value for descriptor, value in request.speculative.ListFields()}
+    speculative = set_fields(request.speculative)
     fields["speculation_stats"] = speculative.pop("report", False)
     structure = request.WhichOneof("structure")
     keys = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}

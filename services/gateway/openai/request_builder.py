@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
+from paceline.config.sampling_params import TOKEN_ID_FIELDS
 from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.parsing.grammar_start import AT_ONCE, GrammarStart
 from paceline.target_features import NO_OUTPUT, needed_features
@@ -123,7 +124,7 @@ def build_sampling(
         sampling = SamplingParams(**given, max_tokens=max(1, given.get("min_tokens", 0)))
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+    for name in TOKEN_ID_FIELDS:
         check_ids(name, getattr(sampling, name), description.vocabulary_size)
     return sampling
 
