@@ -45,7 +45,7 @@ class TargetConnection:
         self.load.update_from_registry(self.registered_load, len(self.requests))
 
     def update_registered_load(self, registered_load: Mapping[str, float]) -> None:
-        """Take the registry's latest heartbeat."""
+        """Take the load of the latest heartbeat, from the registry."""
         self.registered_load = registered_load
         self.load.update_from_registry(registered_load, len(self.requests))
 
