@@ -24,7 +24,6 @@ PASSED_ON = (SHARED_FIELDS - {"prompt_logprobs"}) | {
     "ignore_eos",
     "include_reasoning",
     "include_stop_str_in_output",
-    "logit_bias",
     "parallel_tool_calls",
     "priority",
     "prompt_cache_key",
@@ -34,7 +33,6 @@ PASSED_ON = (SHARED_FIELDS - {"prompt_logprobs"}) | {
     "stop",
     "stop_token_ids",
     "structured_outputs",
-    "top_k",
 }
 """Fields that a chat completion has, too, under the same names and with the same meaning. A response has no place for
 log-probabilities of the prompt."""
