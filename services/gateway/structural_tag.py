@@ -10,7 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline_services.gateway.structure_fields import ANY_OBJECT, GrammarText, Schema, StructureBody
+from paceline_services.gateway.structure_fields import (
+    ANY_OBJECT,
+    GrammarText,
+    Schema,
+    StructureBody,
+    within_limit,
+)
 
 
 def _reject(value: Any) -> None:
@@ -125,9 +131,11 @@ class TagStructure(StructureBody):
 class StructuralFields(StructureBody):
     """The two forms of a structural tag."""
 
-    format: Format | None = None
-    structures: list[TagStructure] | None = Field(None, min_length=1)
-    triggers: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    format: Annotated[Format | None, BeforeValidator(within_limit)] = None
+    structures: Annotated[list[TagStructure] | None, BeforeValidator(within_limit)] = Field(None, min_length=1)
+    triggers: Annotated[list[Annotated[str, Field(min_length=1)]] | None, BeforeValidator(within_limit)] = Field(
+        None, min_length=1
+    )
 
     def structural_format(self) -> Format:
         """Either form as a format. Raises ValueError if there is not exactly one."""

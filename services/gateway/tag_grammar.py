@@ -75,7 +75,10 @@ class _Translation:
 
     def _triggered(self, tag: TriggeredTagsFormat, ends: Sequence[Parts]) -> str:
         """Text up to a trigger, and a tag's rest, any number of times; then text without a trigger."""
-        called = self.rules.one_of([self._after_trigger(tag, trigger) for trigger in tag.triggers])
+        begun: dict[str, list[TagFormat]] = {trigger: [] for trigger in tag.triggers}
+        for each in tag.tags:
+            begun[_trigger_of(each, tag.triggers)].append(each)
+        called = self.rules.one_of([self._after_trigger(*item) for item in begun.items()])
         rest = self._free_text(ends)
         if not tag.at_least_one:
             bodies = [self._then(called, ends), rest] if tag.stop_after_first else [f"{called}* {rest}"]
@@ -83,18 +86,17 @@ class _Translation:
         first = self.rules.one_of([self._tag(each, each.begin) for each in tag.tags])
         return self.rules.add(self._then(first, ends) if tag.stop_after_first else f"{first} {called}* {rest}")
 
-    def _after_trigger(self, tag: TriggeredTagsFormat, trigger: str) -> str:
+    def _after_trigger(self, trigger: str, tags: Sequence[TagFormat]) -> str:
         """Text up to this trigger, and the rest of one of its tags."""
-        begun = [each for each in tag.tags if _trigger_of(each, tag.triggers) == trigger]
-        if not begun:
+        if not tags:
             raise GrammarError(f"no tag begins with the trigger {trigger!r}")
         parts = self.special.split(trigger)
-        for each in begun:
+        for each in tags:
             rest = self.special.split(each.begin.removeprefix(trigger))
             if merged([*parts, *rest]) != self.special.split(each.begin):
                 raise GrammarError(f"the trigger {trigger!r} ends inside a special token of {each.begin!r}")
-        tags = self.rules.one_of([self._tag(each, each.begin.removeprefix(trigger)) for each in begun])
-        return f"{self.rules.text_up_to(parts)} {tags}"
+        rests = self.rules.one_of([self._tag(each, each.begin.removeprefix(trigger)) for each in tags])
+        return f"{self.rules.text_up_to(parts)} {rests}"
 
     def _free_text(self, ends: Sequence[Parts]) -> str:
         """Any text, without `ends` to the end of the output."""

@@ -43,8 +43,8 @@ MAX_LOGPROB_TOKENS = 128
 MAX_SALT = 1024
 MAX_REQUEST_ID = 128
 """Characters."""
-MAX_CONVERSATION_NAME = 1024
-"""Characters. Routing hashes the name once for each completion and target."""
+MAX_SESSION = 1024
+"""Characters of a session's name, which is hashed once for each completion and target."""
 INT32_MAX = 2**31 - 1
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -186,7 +186,7 @@ class GenerationBody(SamplingBody):
     safety_identifier: Unused = None
     prompt_cache_key: Annotated[
         str | None,
-        Field(max_length=MAX_CONVERSATION_NAME, description="requests with the same one go to the same target"),
+        Field(max_length=MAX_SESSION, description="requests with the same one go to the same target"),
     ] = None
     prompt_cache_retention: Unused = None
 
