@@ -24,7 +24,6 @@ PASSED_ON = SHARED_FIELDS | {
     "ignore_eos",
     "include_reasoning",
     "include_stop_str_in_output",
-    "logit_bias",
     "parallel_tool_calls",
     "prompt_cache_key",
     "skip_special_tokens",
@@ -33,7 +32,6 @@ PASSED_ON = SHARED_FIELDS | {
     "stop",
     "stop_token_ids",
     "structured_outputs",
-    "top_k",
 }
 """Fields that a chat completion has, too, under the same names and with the same meaning."""
 
