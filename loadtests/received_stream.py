@@ -23,12 +23,17 @@ class ReceivedStream(HttpCompletion):
     usage: Mapping[str, Any] = field(default_factory=dict)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """Time and number of tokens of each chunk that carried tokens."""
+    last_id: str = ""
+    """The id of the latest event; "": it has none, so that the stream cannot be resumed."""
     complete: bool = False
     error: str = ""
 
     def feed(self, line: str, when: float = 0.0) -> None:
         """Add one line of the event stream, received at `when`. Raises `StreamError`."""
         if not line:
+            return
+        if line.startswith("id:"):
+            self.last_id = line.removeprefix("id:").strip()
             return
         if line == "data: [DONE]":
             self.complete = True

@@ -47,6 +47,7 @@ class OutputProcessor:
                 count = index + 1
                 delta.tokens, delta.accepted = tokens[:count], delta.accepted[:count]
                 delta.log_probs = delta.log_probs[:count]
+                delta.stop_token = None  # it may be among those that are cut off
                 break
         if not self.stopped and delta.finish_reason is not None:
             ending = self._shown(self._detokenizer.flush())

@@ -68,6 +68,9 @@ class GenerationRequest:
     """Stop tokens that the model brought and the client did not name: `stop_reason` does not report them."""
     client_request_id: str = ""
     """The id that the client chose for the API request; "": none."""
+    attempt: str = ""
+    """Distinguishes, at targets, a request that is taken over from what its earlier gateway still runs; "": the first
+    attempt."""
 
     @property
     def tokens(self) -> list[int]:
@@ -209,7 +212,8 @@ GRAMMAR_ERROR = "grammar: "
 class Delta:
     """New tokens of one request. `accepted[i]`: token i was drafted, and is not the target's bonus token.
 
-    `paceline.output_processor` fills in the text, where tokens become text: the wire does not carry it.
+    `paceline.output_processor` fills in the text, where tokens become text: the wire does not carry it, nor the
+    numerics.
     """
 
     request_id: str
@@ -236,6 +240,8 @@ class Delta:
     """By token, the characters of the request's text before it."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the request, unless it is the model's own end of text."""
+    numerics: str | None = None
+    """Of the target that drew the tokens, as its description has them; None: no gateway has filled them in."""
 
     __reduce__ = reduce_slots
 

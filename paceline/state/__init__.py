@@ -5,7 +5,7 @@ It lives in Redis, or in the memory of one process. Its loss disturbs no running
 
 from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore, RequestAcceptance
 from paceline.state.acceptance_recorder import AcceptanceRecorder
-from paceline.state.response_store import ResponseLimits, ResponseStore
+from paceline.state.record_store import Append, RecordLimits, RecordStore
 from paceline.state.state_errors import StateError, StateUnavailableError
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registration import WorkerRegistration
@@ -16,10 +16,11 @@ __all__ = [
     "AcceptanceCounts",
     "AcceptanceRecorder",
     "AcceptanceStore",
+    "Append",
+    "RecordLimits",
+    "RecordStore",
     "RegisteredWorker",
     "RequestAcceptance",
-    "ResponseLimits",
-    "ResponseStore",
     "StateError",
     "StateStore",
     "StateUnavailableError",

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from paceline.state.acceptance import AcceptanceStore
 from paceline.state.acceptance_recorder import AcceptanceRecorder
-from paceline.state.memory_responses import MemoryResponses
+from paceline.state.memory_records import MemoryRecords
 from paceline.state.memory_store import MemoryAcceptance, MemoryRegistry
+from paceline.state.record_store import RecordLimits, RecordStore
 from paceline.state.redis_availability import RedisAvailability
 from paceline.state.redis_client import REDIS_TIMEOUT_S, check, connect
-from paceline.state.redis_responses import RedisResponses
+from paceline.state.redis_records import RedisRecords
 from paceline.state.redis_store import RedisAcceptance, RedisRegistry
-from paceline.state.response_store import ResponseLimits, ResponseStore
 from paceline.state.worker_registration import WorkerRegistration
 from paceline.state.worker_registry import WorkerKind, WorkerRecord, WorkerRegistry
 from paceline.state.worker_watcher import WorkerWatcher
@@ -24,20 +24,20 @@ HEARTBEAT_TTL_S = 6.0
 HALF_LIFE_S = 3600.0
 REFRESH_S = 0.5
 WRITE_S = 1.0
-DEFAULT_LIMITS = ResponseLimits()
+DEFAULT_LIMITS = RecordLimits()
 
 
 @dataclass(frozen=True, slots=True)
 class StateStore:
     """The registry, the stores, and background work on top of them that survives a loss of Redis.
 
-    Calls on `registry`, `acceptance` and `responses` raise `StateUnavailableError` while Redis does not answer. The
+    Calls on `registry`, `acceptance` and `records` raise `StateUnavailableError` while Redis does not answer. The
     background work (`registration`, `watcher`, `recorder`) never does; each is an async context manager.
     """
 
     registry: WorkerRegistry
     acceptance: AcceptanceStore
-    responses: ResponseStore
+    records: RecordStore
     presence: RedisAvailability = field(default_factory=RedisAvailability)
 
     def registration(self, record: WorkerRecord, load: Callable[[], Mapping[str, float]] = dict) -> WorkerRegistration:
@@ -58,20 +58,20 @@ async def open_store(
     half_life_s: float = HALF_LIFE_S,
     timeout_s: float = REDIS_TIMEOUT_S,
     tls: Certificates | None = None,
-    responses: ResponseLimits = DEFAULT_LIMITS,
+    records: RecordLimits = DEFAULT_LIMITS,
 ) -> AsyncIterator[StateStore]:
     """Shared state at `redis_url`; None: in the memory of this process.
 
     `ttl_s`: how long a worker stays listed after its last heartbeat. `half_life_s`: of acceptance totals in Redis.
     `timeout_s`: how long Redis may take to answer. `tls`: certificate files for a `rediss://` URL that names none.
-    `responses`: limits of the finished responses that are kept. Raises `StateError` if the URL is malformed or Redis
+    `records`: limits of what is kept for clients. Raises `StateError` if the URL is malformed or Redis
     does not answer.
     """
     if redis_url is None:
-        yield StateStore(MemoryRegistry(ttl_s), MemoryAcceptance(), MemoryResponses(responses))
+        yield StateStore(MemoryRegistry(ttl_s), MemoryAcceptance(), MemoryRecords(records))
         return
     async with connect(redis_url, timeout_s, tls) as client:
         await check(client, redis_url)
         yield StateStore(
-            RedisRegistry(client, ttl_s), RedisAcceptance(client, half_life_s), RedisResponses(client, responses)
+            RedisRegistry(client, ttl_s), RedisAcceptance(client, half_life_s), RedisRecords(client, records)
         )

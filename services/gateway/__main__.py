@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.model_names import served_name
 from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
 from paceline.parsing.reasoning import REASONING_FORMATS
-from paceline.state.response_store import ResponseLimits
+from paceline.state.record_store import RecordLimits
 from paceline.telemetry import logs
 from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.server import GatewaySettings, serve
@@ -51,7 +51,7 @@ def gateway_settings(options: argparse.Namespace) -> GatewaySettings:
     """The settings that parsed options amount to."""
     return GatewaySettings(
         **{each.name: getattr(options, each.name) for each in fields(GatewaySettings) if hasattr(options, each.name)},
-        stored_responses=ResponseLimits(options.stored_response_s, options.stored_response_mb * MEGABYTE),
+        records=RecordLimits(options.stored_response_s, options.resumable_s, options.stored_mb * MEGABYTE),
         limits=AdmissionLimits(**{each.name: getattr(options, each.name) for each in fields(AdmissionLimits)}),
         edge_tls=load_certificates({"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}),
         tls=service_certificates(options),
@@ -83,7 +83,7 @@ def _aliases(given: Sequence[str], names: Collection[str]) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    limits, responses = AdmissionLimits(), ResponseLimits()
+    limits, records = AdmissionLimits(), RecordLimits()
     parser = argparse.ArgumentParser(
         prog="paceline gateway",
         description="OpenAI's HTTP API and gRPC in front of target workers.",
@@ -136,14 +136,21 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--stored-response-s",
         type=float,
-        default=responses.ttl_s,
+        default=records.response_s,
         help="keep finished responses so long for previous_response_id; 0: keep none",
     )
     add(
+        "--resumable-s",
+        type=float,
+        default=records.resumable_s,
+        help="keep a stream so long after its last token for clients that reconnect; 0: keep none",
+    )
+    add(
         "--stored-response-mb",
+        dest="stored_mb",
         type=positive_int,
-        default=responses.max_bytes // MEGABYTE,
-        help="most megabytes of kept responses, in Redis",
+        default=records.max_bytes // MEGABYTE,
+        help="most megabytes of kept responses and streams, in Redis",
     )
     add("--demo-socket", type=Path, metavar="PATH", help="set by `paceline serve --demo-page`")
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")

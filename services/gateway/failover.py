@@ -7,7 +7,7 @@ What happens when a target dies is told step by step, with the function of each 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
@@ -52,8 +52,12 @@ class FailoverRequest:
         resume_s: float,
         metrics: RequestMetrics,
         tracing: Tracing = NO_TRACING,
+        before: Iterable[Delta] = (),
     ) -> None:
-        """`resume_s`: how long to wait for another target when the target is lost or drains."""
+        """`resume_s`: how long to wait for another target when the target is lost or drains.
+
+        `before`: deltas that another gateway had of this request. It continues after them.
+        """
         self._fleet = fleet
         self._request = request
         self._resume_s = resume_s
@@ -68,6 +72,12 @@ class FailoverRequest:
         self._losses = 0  # since the latest token
         self._engine_deaths = 0  # those of them that are the engine's
         self._cancelled = False
+        self._submitted_id = f"{request.request_id}.{request.attempt}" if request.attempt else request.request_id
+        """The request's id at targets: another gateway's attempt may not have ended there."""
+        for delta in before:
+            self._scored_prompt.take(delta)
+            self._committed += delta.tokens
+            self._numerics = delta.numerics if delta.tokens else self._numerics
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Raises an `ApiError` if the request cannot be served. Closing it cancels the request at its target."""
@@ -110,7 +120,7 @@ class FailoverRequest:
         if self._in_flight is not None:
             self._in_flight.succeed()
         if self._target is not None:
-            self._target.link.cancel(self._request.request_id)
+            self._target.link.cancel(self._submitted_id)
 
     def _attempt(self, target: TargetConnection, request: GenerationRequest) -> TraceSpan:
         """The span of the request at one target."""
@@ -154,7 +164,9 @@ class FailoverRequest:
         """The request's deltas from one target, which starts after the committed tokens."""
         greedy = request.sampling.greedy
         drafts = self._fleet.drafts.order(greedy=greedy) if request.speculative.enabled is not False else []
-        request = replace(request, draft_addresses=drafts, trace_parent=span.trace_parent)
+        request = replace(
+            request, request_id=self._submitted_id, draft_addresses=drafts, trace_parent=span.trace_parent
+        )
         self._target, stats = target, None
         try:
             with InFlightRequest(target, request, blocks, self._fleet.request_cost) as self._in_flight:
@@ -168,7 +180,7 @@ class FailoverRequest:
                         if not target.up:
                             raise ReplayElsewhere(f"target {target.record.worker_id} left before the request's turn")
                     async for delta in deltas:
-                        stats = delta.speculation
+                        stats, delta.numerics = delta.speculation, target.numerics
                         self._check(delta)
                         self._scored_prompt.take(delta)
                         self._committed += delta.tokens

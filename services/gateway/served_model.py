@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -89,16 +89,19 @@ class ServedModel:
         assert description is not None
         return description
 
-    async def generate(self, request: GenerationRequest, client: ApiClient = ANONYMOUS) -> AsyncGenerator[Delta]:
-        """The deltas of one completion, with their text; the last one has a finish reason.
+    async def generate(
+        self, request: GenerationRequest, output: OutputProcessor, client: ApiClient, before: Sequence[Delta] = ()
+    ) -> AsyncGenerator[Delta]:
+        """The deltas of one completion after those before, with their text; the last one has a finish reason.
 
-        Closing the generator cancels the request at its target. Raises an `ApiError` if the request cannot be served.
+        `output` has processed the deltas before. Closing the generator cancels the request at its target. Raises an
+        `ApiError` if the request cannot be served.
         """
         if request.choice == 0:
             client.count_tokens(len(request.prompt), "prompt")
-        output = OutputProcessor(request, self.tokenizer)
         with self.metrics.track(self.model) as metrics:
-            run = FailoverRequest(self.fleet, request, self.capacity.limits.resume_s, metrics, self.tracing)
+            limits = self.capacity.limits
+            run = FailoverRequest(self.fleet, request, limits.resume_s, metrics, self.tracing, before)
             async with aclosing(run.deltas()) as deltas:
                 async for delta in deltas:
                     target_finished = delta.finish_reason is not None
@@ -117,23 +120,44 @@ class ServedModel:
                         return
 
     async def generate_all(
-        self, requests: Sequence[GenerationRequest], client: ApiClient = ANONYMOUS
+        self,
+        requests: Sequence[GenerationRequest],
+        client: ApiClient = ANONYMOUS,
+        before: AsyncGenerator[tuple[int, Delta]] | None = None,
     ) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of several completions as they come, each with its request's index. The first error ends all.
+
+        `before`: deltas that another gateway had of them. They come first, with their text.
 
         If `running` aborts the request, each completion ends with the finish reason CANCELLED and without statistics.
         Raises an `ApiError` if one of the requests cannot be served, or if they exceed a limit.
         """
-        with self.counting_rejections():
-            self.description()
-            self.queue.acquire(len(requests))
+        processors = [OutputProcessor(request, self.tokenizer) for request in requests]
         tokens, choices = dict.fromkeys(range(len(requests)), 0), choices_of(requests)
         """Output tokens of each completion that has not ended."""
-        sizes: defaultdict[int, list[int]] = defaultdict(list)  # by prompt
-        try:
-            with self.running.track(client.name, requests[0].group, requests[0].client_request_id) as running:
-                outputs = [self.generate(request, client) for request in requests]
-                async with aclosing(_single(outputs[0]) if len(outputs) == 1 else interleaved(outputs)) as deltas:
+        earlier: defaultdict[int, list[Delta]] = defaultdict(list)
+        with self.running.track(client.name, requests[0].group, requests[0].client_request_id) as running:
+            if before is not None:
+                async for index, delta in before:
+                    # A copy: whoever takes the delta may append later ones to it.
+                    copy = replace(delta, tokens=[*delta.tokens], prompt_log_probs=[*delta.prompt_log_probs])
+                    earlier[index].append(copy)
+                    restore_text(processors[index], delta)
+                    tokens[index] += len(delta.tokens)
+                    if delta.finish_reason is not None:
+                        del tokens[index]
+                    yield index, delta
+            if not tokens:
+                return
+            with self.counting_rejections():
+                self.description()
+                self.queue.acquire(len(tokens))
+            sizes: defaultdict[int, list[int]] = defaultdict(list)  # by prompt
+            try:
+                outputs = {
+                    index: self.generate(requests[index], processors[index], client, earlier[index]) for index in tokens
+                }
+                async with aclosing(interleaved(outputs)) as deltas:
                     while (item := await running.next(deltas)) is not None:
                         index, delta = item
                         tokens[index] += len(delta.tokens)
@@ -145,10 +169,10 @@ class ServedModel:
                             finished.append(delta.usage.completion_tokens if delta.usage else 0)
                             if len(finished) == choices:
                                 self.metrics.observe_choices(self.model, finished)
-            for index, count in tokens.items():
-                yield index, _aborted(requests[index], count)
-        finally:
-            self.queue.release(len(tokens))
+                for index, count in tokens.items():
+                    yield index, _aborted(requests[index], count)
+            finally:
+                self.queue.release(len(tokens))
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:
@@ -170,33 +194,39 @@ async def _add_final_stats(last: Delta, deltas: AsyncGenerator[Delta]) -> None:
                 last.usage = replace(last.usage or Usage(0, 0), cached_tokens=cached)
 
 
+def restore_text(output: OutputProcessor, delta: Delta) -> None:
+    """Add the text to a delta that was made by this module, at this gateway or another one, and lost its text."""
+    if delta.finish_reason is not FinishReason.CANCELLED:  # made by `_aborted`
+        output.process(delta)
+
+
 def _aborted(request: GenerationRequest, tokens: int) -> Delta:
     """The last delta of a completion that its client ends after so many tokens."""
     usage = Usage(len(request.prompt), tokens)
     return Delta(request.request_id, finish_reason=FinishReason.CANCELLED, usage=usage)
 
 
-async def _single(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[tuple[int, Delta]]:
-    async with aclosing(deltas):
-        async for delta in deltas:
-            yield 0, delta
-
-
-async def interleaved(outputs: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[tuple[int, Delta]]:
-    """The deltas of several generators as they come, each with its generator's index. The first error ends all."""
+async def interleaved(outputs: Mapping[int, AsyncGenerator[Delta]]) -> AsyncGenerator[tuple[int, Delta]]:
+    """The deltas of several generators as they come, each with its generator's key. The first error ends all."""
+    if len(outputs) == 1:
+        [(index, deltas)] = outputs.items()
+        async with aclosing(deltas):
+            async for delta in deltas:
+                yield index, delta
+        return
     ready: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
     tasks = []
     try:
-        for index, deltas in enumerate(outputs):
+        for index, deltas in outputs.items():
             tasks.append(asyncio.create_task(_enqueue(ready, index, deltas)))
             await asyncio.sleep(0)  # a thousand requests take seconds: let other requests run between them
         running = len(tasks)
         while running:
-            index, delta = await ready.get()
-            if isinstance(delta, Exception):
-                raise delta
-            running -= delta.finish_reason is not None
-            yield index, delta
+            index, delta_or_error = await ready.get()
+            if isinstance(delta_or_error, Exception):
+                raise delta_or_error
+            running -= delta_or_error.finish_reason is not None
+            yield index, delta_or_error
     finally:
         for task in tasks:
             task.cancel()

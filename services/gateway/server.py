@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from paceline.api_keys import KeyFileError
 from paceline.launcher import StartError
 from paceline.parsing.output_format import AUTO, OutputFormat, choose_format
-from paceline.state.response_store import ResponseLimits
+from paceline.state.record_store import RecordLimits
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
 from paceline.telemetry.gateway_metrics import GatewayMetrics
@@ -32,6 +32,7 @@ from paceline_services.gateway.admission import AdmissionLimits, Capacity
 from paceline_services.gateway.anthropic.messages_api import add_messages_api
 from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.grpc.inference_servicer import create_server
+from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import LimitedHttpProtocol
 from paceline_services.gateway.openai.http_app import create_app
@@ -74,8 +75,8 @@ class GatewaySettings:
     """How the models write tool calls: a name of `TOOL_FORMATS`; auto: as each chat template shows; or none."""
     reasoning_parser: str = AUTO
     """The same for reasoning: a name of `REASONING_FORMATS`, auto or none."""
-    stored_responses: ResponseLimits = field(default_factory=ResponseLimits)
-    """Of the finished responses that are kept for `previous_response_id`. With a time to live of 0 none is."""
+    records: RecordLimits = field(default_factory=RecordLimits)
+    """Of what is kept for clients: finished responses, and journals of streams."""
     demo_socket: Path | None = None
     """The launcher's socket in demo mode, at which a page may have a draft worker killed."""
     edge_tls: Certificates | None = None
@@ -94,7 +95,7 @@ class GatewaySettings:
         others = {
             "aliases": dict(self.aliases),
             "allow_origin": list(self.allow_origin),
-            "stored_responses": asdict(self.stored_responses),
+            "records": asdict(self.records),
         }
         return {name: getattr(self, name) for name in shown} | given | others | asdict(self.limits)
 
@@ -111,7 +112,7 @@ async def serve(settings: GatewaySettings, redis_url: str | None, stop: asyncio.
     """Run until `stop` is set. Raises the errors that `service_entrypoint.run_service` reports in one line."""
     with open_tracing("gateway", settings.worker_id, settings.otlp_traces_endpoint) as tracing:
         async with (
-            open_store(redis_url, tls=settings.tls, responses=settings.stored_responses) as store,
+            open_store(redis_url, tls=settings.tls, records=settings.records) as store,
             running(settings, store, tracing) as (models, addresses),
         ):
             scheme = "https" if settings.edge_tls else "http"
@@ -134,11 +135,19 @@ async def running(
         models = await _open_models(tokenizers, settings, store, metrics, tracing, stack)
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
         report = FleetReport(models, store, settings.worker_id)
+        journals = Journals(store, enabled=settings.records.resumable_s > 0)
         app = create_app(
-            models, registry, authenticator, report, settings.allow_origin, settings.public, settings.demo_socket
+            models,
+            registry,
+            authenticator,
+            report,
+            journals,
+            settings.allow_origin,
+            settings.public,
+            settings.demo_socket,
         )
-        add_messages_api(app, models)
-        add_responses(app, models, ResponseHistory(store, enabled=settings.stored_responses.ttl_s > 0))
+        add_messages_api(app, models, journals)
+        add_responses(app, models, ResponseHistory(store, enabled=settings.records.response_s > 0), journals)
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)

@@ -154,7 +154,7 @@ async def test_other_tasks_run_while_many_completions_begin() -> None:
         yield Delta("r", finish_reason=FinishReason.STOP)
 
     task = asyncio.create_task(other_task())
-    assert len([each async for each in interleaved([completion() for _ in range(10)])]) == 10
+    assert len([each async for each in interleaved({index: completion() for index in range(10)})]) == 10
     task.cancel()
     assert len(set(begun)) == 10
 

@@ -75,7 +75,7 @@ async def events_of(stack: Stack, **fields: Any) -> list[dict[str, Any]]:
         parts = (await response.aread()).decode().removesuffix("\n\n").split("\n\n")
     events = []
     for number, part in enumerate(parts):
-        name, data = part.split("\n")
+        _, name, data = part.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == number

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.api_keys import ApiKey, KeyFile, digest, write
 from paceline.core.messages import GenerationRequest
-from paceline.state import ResponseLimits
+from paceline.state import RecordLimits
 from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.openai_stack import MODEL, TOKENIZER, FailsAfter, Stack, counts, open_stack, text_script
 from tests.helpers.waiting import until
@@ -161,7 +161,7 @@ async def test_without_redis_responses_go_on_and_say_that_they_are_not_kept() ->
 
 async def test_a_gateway_that_keeps_no_responses() -> None:
     """`store: true` is accepted and has no effect."""
-    async with open_stack(text_script(TEXT), stored_responses=ResponseLimits(ttl_s=0)) as stack:
+    async with open_stack(text_script(TEXT), records=RecordLimits(response_s=0)) as stack:
         response = await created(stack, store=True)
         assert not response["store"]
         for answer in (

@@ -98,7 +98,7 @@ class MessagesStack:
             assert response.headers["content-type"].startswith("text/event-stream")
         events = []
         for part in raw.removesuffix("\n\n").split("\n\n"):
-            name, data = part.split("\n")
+            *_, name, data = part.split("\n")  # an error has no id before them
             events.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {events[-1]['type']}"
         return events

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -297,11 +298,11 @@ class Stack:
             assert response.status_code == 200
             assert response.headers["content-type"].startswith("text/event-stream")
             raw = (await response.aread()).decode()
-        assert raw.endswith("\n\n")
-        parts = raw.removesuffix("\n\n").split("\n\n")
-        assert all(part.startswith("data: ") for part in parts)
-        assert parts.pop() == "data: [DONE]"
-        return [json.loads(part.removeprefix("data: ")) for part in parts]
+        assert raw.endswith("\n\ndata: [DONE]\n\n")
+        *parts, _, _ = raw.split("\n\n")
+        found = [re.fullmatch(r"id: \w{32}:(\d+)\ndata: (.*)", part) for part in parts]
+        assert [each and int(each[1]) for each in found] == list(range(1, len(parts) + 1))
+        return [json.loads(each[2]) for each in found if each]
 
     @asynccontextmanager
     async def streaming(self, **fields: Any) -> AsyncIterator[AsyncIterator[Any]]:
@@ -407,7 +408,7 @@ async def open_stack(
         limits=limits or AdmissionLimits(resume_s=5.0),
         **settings_,
     )
-    async with open_store(redis_url, ttl_s=3600.0) as store, AsyncExitStack() as service:
+    async with open_store(redis_url, ttl_s=3600.0, records=settings.records) as store, AsyncExitStack() as service:
         tokenizer = TOKENIZER if folder == MODEL else Tokenizer.load(folder)
         vocabulary = {"fingerprint": tokenizer.fingerprint, "vocabulary_size": len(tokenizer.pieces)}
         targets = [

@@ -21,8 +21,9 @@ from paceline.core.messages import SpeculationStats
 from paceline.core.policy.calibration import Calibration
 from paceline.state import (
     AcceptanceCounts,
+    Append,
+    RecordLimits,
     RequestAcceptance,
-    ResponseLimits,
     StateError,
     StateStore,
     WorkerRecord,
@@ -255,13 +256,13 @@ async def test_a_recorder_drops_the_oldest_of_too_many_requests(redis_store: Sta
 
 
 class Opener:
-    """Opens a store of responses with limits: in memory, or in Redis."""
+    """Opens a store of records with limits: in memory, or in Redis."""
 
     def __init__(self, url: str | None) -> None:
         self._url = url
 
     def __call__(self, ttl_s: float = 60.0, max_bytes: int = 100) -> AbstractAsyncContextManager[StateStore]:
-        return open_store(self._url, responses=ResponseLimits(ttl_s, max_bytes))
+        return open_store(self._url, records=RecordLimits(ttl_s, ttl_s, max_bytes))
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -273,62 +274,78 @@ async def test_a_client_has_its_own_responses_only(keeping: Opener) -> None:
     """Whatever the names: `a:b` is another client than `a`, and no client is one, too."""
     clients = ["", "a", "a:b"]
     async with keeping() as store:
-        responses = store.responses
+        records = store.records
         for client in clients:
-            await responses.save(client, "b:1", f"record of {client}")
-            await responses.save(client, "b:1", f"newer record of {client}")
-        assert [await responses.load(client, "b:1") for client in clients] == [f"newer record of {c}" for c in clients]
-        assert await responses.load("a", "1") is await responses.load("a:b", "1") is None
-        assert await responses.delete("a", "b:1")
-        assert not await responses.delete("a", "b:1")
-        assert [await responses.load(client, "b:1") is None for client in clients] == [False, True, False]
+            await records.save(client, "b:1", f"record of {client}")
+            await records.save(client, "b:1", f"newer record of {client}")
+        assert [await records.load(client, "b:1") for client in clients] == [[f"newer record of {c}"] for c in clients]
+        assert await records.load("a", "1") == await records.load("a:b", "1") == []
+        assert await records.delete("a", "b:1")
+        assert not await records.delete("a", "b:1")
+        assert [await records.load(client, "b:1") == [] for client in clients] == [False, True, False]
 
 
 async def test_responses_expire_and_their_bytes_are_free_again(keeping: Opener) -> None:
     async with keeping(ttl_s=0.2) as store:
-        await store.responses.save("a", "old", "x" * 40)
+        await store.records.save("a", "old", "x" * 40)
 
         async def expired() -> bool:
-            return await store.responses.load("a", "old") is None
+            return await store.records.load("a", "old") == []
 
         await eventually(expired)
-        assert not await store.responses.delete("a", "old")
-        await store.responses.save("b", "1", "x" * 50)
-        await store.responses.save("b", "2", "x" * 50)
-        assert await store.responses.load("b", "1"), "`a` has nothing left that counts"
+        assert not await store.records.delete("a", "old")
+        await store.records.save("b", "1", "x" * 50)
+        await store.records.save("b", "2", "x" * 50)
+        assert await store.records.load("b", "1"), "`a` has nothing left that counts"
 
 
 async def test_the_client_with_the_most_bytes_loses_its_oldest_responses(keeping: Opener) -> None:
     """Bytes of UTF-8, not characters. What was deleted or replaced does not count."""
     async with keeping() as store:
-        responses = store.responses
+        records = store.records
 
         async def kept() -> list[str]:
             named = [("modest", "1"), *(("greedy", str(number)) for number in range(5))]
-            return [f"{client} {id_}" for client, id_ in named if await responses.load(client, id_)]
+            return [f"{client} {id_}" for client, id_ in named if await records.load(client, id_)]
 
-        await responses.save("modest", "1", "x" * 30)
+        await records.save("modest", "1", "x" * 30)
         for number in range(4):
-            await responses.save("greedy", str(number), "é" * 10)
+            await records.save("greedy", str(number), "é" * 10)
         assert await kept() == ["modest 1", "greedy 1", "greedy 2", "greedy 3"]
-        await responses.delete("greedy", "2")
-        await responses.save("greedy", "3", "y" * 20)
-        await responses.save("greedy", "4", "x" * 20)
+        await records.delete("greedy", "2")
+        await records.save("greedy", "3", "y" * 20)
+        await records.save("greedy", "4", "x" * 20)
         assert await kept() == ["modest 1", "greedy 1", "greedy 3", "greedy 4"]
-        await responses.save("modest", "2", "x" * 101)
-        assert await responses.load("modest", "2") is None, "no store keeps more than its limit"
+        await records.save("modest", "2", "x" * 101)
+        assert await records.load("modest", "2") == [], "no store keeps more than its limit"
         assert await kept() == ["greedy 1", "greedy 3", "greedy 4"]
 
 
 async def test_the_books_of_responses_are_empty_when_the_responses_are(redis_url: str, redis: Redis) -> None:
     async with Opener(redis_url)() as store:
         for number in range(20):
-            await store.responses.save("a", str(number), "x" * 30)
-        assert await redis.hgetall("paceline:response_bytes") == {"a": "90"}  # type: ignore[misc]
-        assert await redis.zcard("paceline:responses:a") == 3
+            await store.records.save("a", str(number), "x" * 30)
+        assert await redis.hgetall("paceline:record_bytes") == {"a": "90"}  # type: ignore[misc]
+        assert await redis.zcard("paceline:records:a") == 3
         for number in range(17, 20):
-            await store.responses.delete("a", str(number))
+            await store.records.delete("a", str(number))
         assert await redis.keys() == []
+
+
+async def test_of_two_writers_one_finds_out_that_the_other_is_there(keeping: Opener) -> None:
+    """An append is repeated when its answer was lost: it succeeds, and the entry is there once."""
+    async with keeping(max_bytes=1000) as store:
+
+        async def append(position: int, *entries: str) -> int:
+            [length] = await store.records.append([Append("a", "r", position, entries)])
+            return length
+
+        assert await append(3, "late") == 0, "there is no journal"
+        assert await append(0, "request", "1") == 2
+        assert await append(2, "mine") == 3
+        assert await append(2, "yours") == -3
+        assert await append(3, "yours") == 4
+        assert await store.records.load("a", "r", 1) == ["1", "mine", "yours"]
 
 
 @pytest.mark.parametrize(
@@ -392,3 +409,11 @@ def test_an_embedded_redis_ends_with_its_parent_even_if_the_parent_is_killed() -
             assert link.recv(16) == b"+PONG\r\n", "else the server's end could be reset before it is accepted"
             os.kill(parent.pid, signal.SIGKILL)
             assert link.recv(1) == b""  # the server's end of the connection closes only with the server
+
+
+async def test_a_repeated_append_is_there_once(redis_url: str, redis: Redis) -> None:
+    """redis-py repeats a call whose answer did not come."""
+    async with Opener(redis_url)() as store:
+        begin, entry = Append("a", "r", 0, ["request"]), Append("a", "r", 1, ["1", "2"])
+        assert await store.records.append([begin, entry, begin, entry]) == [1, 3, 1, 3]
+        assert await store.records.load("a", "r") == ["request", "1", "2"]

@@ -15,16 +15,18 @@ from paceline_services.gateway.anthropic.message_bodies import CountTokensBody, 
 from paceline_services.gateway.anthropic.message_response import MessageResponse, error_event
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.error_shape import MESSAGES_PATH
+from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.openai.auth_middleware import client_of
 from paceline_services.gateway.openai.chat_prompt import render_chat
 from paceline_services.gateway.openai.event_stream import EventStream, while_connected
 from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID, REQUEST_ID_HEADER, SPAN
+from paceline_services.gateway.openai.http_metrics import REQUEST_ID_HEADER, SPAN
 from paceline_services.gateway.openai.prompt_encoding import encode
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.openai.request_trace import start_request_span, traced
+from paceline_services.gateway.openai.resumption import numbered, open_journal
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
 NULLABLE_TEXT: dict[str, Any] = {"type": ["string", "null"]}
@@ -58,7 +60,7 @@ DESCRIPTION = ApiDescription(
 )
 
 
-def add_messages_api(app: FastAPI, models: ModelDirectory) -> None:
+def add_messages_api(app: FastAPI, models: ModelDirectory, journals: Journals) -> None:
     """Add `/v1/messages` and `/v1/messages/count_tokens`, and describe them."""
 
     @app.post(MESSAGES_PATH)
@@ -66,18 +68,19 @@ def add_messages_api(app: FastAPI, models: ModelDirectory) -> None:
         models.check_capacity()
         state = request.scope["state"]
         span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=True)
-        body = parse_body(await read_body(request, models), MessagesBody)
+        journal = await open_journal(request, models, journals)
+        body = parse_body(journal.body, MessagesBody)
         model = models.model(body.model)
         client = client_of(request)
         with _errors_named_as_here():
             chat = chat_body(body)
-            requests = await build_requests(chat, model, state[REQUEST_ID], client, request.headers, span)
+            requests = await build_requests(chat, model, journal.id, client, journal.headers, span)
         response = MessageResponse(body, chat, requests[0], model)
-        output = model.generate_all(requests, client)
+        output = journal.deltas(model, requests, client, streamed=bool(body.stream))
         deltas = traced(span, model.model, requests, output, streamed=bool(body.stream))
         if body.stream:
             to_event = partial(error_event, request_id=state[REQUEST_ID_HEADER])
-            return EventStream(response.events(deltas), closing=b"", error=to_event)
+            return EventStream(numbered(journal, response.events(deltas)), closing=b"", error=to_event)
         [whole] = await while_connected(request.receive, collect(requests, deltas))
         return JsonResponse(response.message(whole))
 

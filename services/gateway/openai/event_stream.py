@@ -63,10 +63,11 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events):
-            first = await anext(self._events)
+            first = await anext(self._events, None)  # a client that resumes may have seen all of them
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send_within_timeout(send(_body_message(first)))
             try:
+                if first is not None:
+                    await send_within_timeout(send(_body_message(first)))
                 async for each in self._events:
                     await send_within_timeout(send(_body_message(each)))
             except ClientGoneError:

@@ -19,6 +19,7 @@ import paceline
 from paceline.core.messages import Delta, GenerationRequest
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import Authenticator
+from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import add_api_docs
 from paceline_services.gateway.openai.auth_middleware import AuthMiddleware, client_of, error_response
@@ -35,7 +36,6 @@ from paceline_services.gateway.openai.event_stream import ClientGoneError, Event
 from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
 from paceline_services.gateway.openai.http_metrics import (
     CLIENT_CLOSED_REQUEST,
-    REQUEST_ID,
     REQUEST_ID_HEADER,
     SPAN,
     HttpMetricsMiddleware,
@@ -45,6 +45,7 @@ from paceline_services.gateway.openai.operations import add_operations
 from paceline_services.gateway.openai.prompt_encoding import decode, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.openai.request_trace import start_request_span, traced
+from paceline_services.gateway.openai.resumption import numbered, open_journal
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.pages.demo_route import add_demo
 from paceline_services.gateway.pages.fleet_report import FleetReport
@@ -57,11 +58,12 @@ def create_app(
     registry: CollectorRegistry,
     authenticator: Authenticator,
     report: FleetReport,
+    journals: Journals,
     origins: Sequence[str] = (),
     options: Mapping[str, Any] = MappingProxyType({}),
     demo_socket: Path | None = None,
 ) -> FastAPI:
-    """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says.
+    """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says, `journals` has streams.
 
     `origins`: sites whose pages may use it. `options`: what `/server_info` shows. `demo_socket`: the launcher's, in
     demo mode.
@@ -77,8 +79,8 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGoneError, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
-    _add_generation(app, models, "/v1/completions", "completions", CompletionBody, CompletionResponse)
-    _add_generation(app, models, "/v1/chat/completions", "chat_completions", ChatBody, ChatCompletionResponse)
+    _add_generation(app, models, journals, "/v1/completions", CompletionBody, CompletionResponse)
+    _add_generation(app, models, journals, "/v1/chat/completions", ChatBody, ChatCompletionResponse)
     _add_models(app, models)
     _add_tokens(app, models)
     add_operations(app, models, registry, report, options)
@@ -92,25 +94,26 @@ def create_app(
 def _add_generation(
     app: FastAPI,
     models: ModelDirectory,
+    journals: Journals,
     path: str,
-    name: str,
     body_type: type[GenerationBody],
-    response_type: Callable[[Any, Sequence[GenerationRequest], ServedModel], OpenAIResponse],
+    response_type: Callable[[Any, Sequence[GenerationRequest], ServedModel, int], OpenAIResponse],
 ) -> None:
-    @app.post(path, name=name)
+    @app.post(path, name=path.removeprefix("/v1/").replace("/", "_"))
     async def generate(request: Request) -> Response:
         models.check_capacity()
         state = request.scope["state"]
         span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=body_type is ChatBody)
-        body = parse_body(await read_body(request, models), body_type)
+        journal = await open_journal(request, models, journals)
+        body = parse_body(journal.body, body_type)
         model = models.model(body.model)
         client = client_of(request)
-        requests = await build_requests(body, model, state[REQUEST_ID], client, request.headers, span)
-        response = response_type(body, requests, model)
-        output = model.generate_all(requests, client)
+        requests = await build_requests(body, model, journal.id, client, journal.headers, span)
+        response = response_type(body, requests, model, journal.created)
+        output = journal.deltas(model, requests, client, streamed=response.streamed)
         deltas = traced(span, model.model, requests, output, streamed=response.streamed)
         if response.streamed:
-            return EventStream(_chunks(response, deltas))
+            return EventStream(numbered(journal, _chunks(response, deltas)))
         outputs = await while_connected(request.receive, collect(requests, deltas))
         return JsonResponse(response.response(outputs))
 

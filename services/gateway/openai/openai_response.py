@@ -7,7 +7,6 @@ belongs to tokens is in a delta's first chunk. Statistics are in the very last c
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -42,7 +41,10 @@ class OpenAIResponse(ABC):
     ending: ClassVar[Json]
     """The same for the chunk that ends a completion."""
 
-    def __init__(self, body: GenerationBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
+    def __init__(
+        self, body: GenerationBody, requests: Sequence[GenerationRequest], model: ServedModel, created: int
+    ) -> None:
+        """`created`: when the API request came; whole seconds since 1970."""
         self.streamed = bool(body.stream)
         self._requests = requests
         self._tokenizer = model.tokenizer
@@ -60,7 +62,7 @@ class OpenAIResponse(ABC):
         self._envelope: Json = {
             "id": f"{self.id_prefix}-{body.request_id or requests[0].group}",
             "object": self.chunk_object,
-            "created": int(time.time()),
+            "created": created,
             "model": model.model,
             "system_fingerprint": f"fp_{model.tokenizer.fingerprint[:12]}",
         }
@@ -201,8 +203,10 @@ class CompletionResponse(OpenAIResponse):
     empty: ClassVar[Json] = {"text": ""}
     ending: ClassVar[Json] = {"text": ""}
 
-    def __init__(self, body: CompletionBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
-        super().__init__(body, requests, model)
+    def __init__(
+        self, body: CompletionBody, requests: Sequence[GenerationRequest], model: ServedModel, created: int
+    ) -> None:
+        super().__init__(body, requests, model, created)
         self._top_log_probs = body.top_log_probs or 0
         self._scores_echo = body.scores_echo
         prompts = [request.prompt for request in requests[:: self._choices]] if body.echo else []
@@ -290,8 +294,8 @@ class ChatCompletionResponse(OpenAIResponse):
     empty: ClassVar[Json] = {"delta": {"content": ""}}
     ending: ClassVar[Json] = {"delta": {}}
 
-    def __init__(self, body: ChatBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
-        super().__init__(body, requests, model)
+    def __init__(self, body: ChatBody, requests: Sequence[GenerationRequest], model: ServedModel, created: int) -> None:
+        super().__init__(body, requests, model, created)
         self._first_content = None if body.offered_tools else ""
         self._outputs = [ChatOutput(body, request, model) for request in requests]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -134,11 +133,13 @@ def build_choices(
 ) -> list[GenerationRequest]:
     """The `n` completions of one prompt: copies of `base`, numbered from `first` on. Raises `InvalidRequestError`.
 
-    Only the first one asks for the prompt's log-probabilities.
+    Only the first one asks for the prompt's log-probabilities. Without a seed of the client's, the seed follows from
+    the request id, which nobody can foretell: a request that is built again has the same one.
     """
     _check_prompt(body, description, prompt)
     max_tokens = _max_tokens(body, description, len(prompt), base.sampling.min_tokens)
-    seed = base.sampling.seed if "seed" in base.sampling.model_fields_set else secrets.randbits(63)
+    seeded = "seed" in base.sampling.model_fields_set
+    seed = base.sampling.seed if seeded else _drawn_seed(f"{base.request_id}-{first}")
     requests = []
     for index in range(body.choices):
         changed: dict[str, int | None] = {"max_tokens": max_tokens, "seed": choice_seed(seed, index)}
@@ -146,6 +147,11 @@ def build_choices(
         request_id, sampling = f"{base.request_id}-{first + index}", base.sampling.model_copy(update=changed)
         requests.append(replace(base, request_id=request_id, prompt=prompt, sampling=sampling, choice=index))
     return requests
+
+
+def _drawn_seed(request_id: str) -> int:
+    """63 bits, as OpenAI's clients have room for."""
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -58,17 +58,17 @@ class ResponseHistory:
         if len(record) > MAX_RECORD_CHARACTERS:
             log.info("response %s is not kept: its conversation has %d characters", response_id, len(record))
             return False
-        return await self._store.presence.attempt(self._store.responses.save(client, response_id, record))
+        return await self._store.presence.attempt(self._store.records.save(client, response_id, record))
 
     async def load(self, client: str, response_id: str, param: str = "response_id") -> StoredResponse:
         """`param`: the field that names the response. Raises `InvalidRequestError` (404) or `UnavailableError`."""
         try:
-            record = await self._store.responses.load(client, response_id) if self._enabled else None
+            entries = await self._store.records.load(client, response_id) if self._enabled else []
         except StateUnavailableError as error:
             raise _unavailable() from error
-        if record is None:
+        if not entries:
             raise self._not_found(response_id, param)
-        content = from_json(record)
+        content = from_json(entries[0])
         return StoredResponse(content["response"], content["items"])
 
     async def conversation(self, client: str, response_id: str | None) -> list[InputItem]:
@@ -85,7 +85,7 @@ class ResponseHistory:
     async def delete(self, client: str, response_id: str) -> None:
         """Raises as `load`."""
         try:
-            deleted = self._enabled and await self._store.responses.delete(client, response_id)
+            deleted = self._enabled and await self._store.records.delete(client, response_id)
         except StateUnavailableError as error:
             raise _unavailable() from error
         if not deleted:

@@ -9,13 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.openai.auth_middleware import client_of
 from paceline_services.gateway.openai.event_stream import EventStream, while_connected
-from paceline_services.gateway.openai.http_body import JsonResponse, parse_body, read_body
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID, SPAN
+from paceline_services.gateway.openai.http_body import JsonResponse, parse_body
+from paceline_services.gateway.openai.http_metrics import SPAN
 from paceline_services.gateway.openai.request_trace import start_request_span, traced
+from paceline_services.gateway.openai.resumption import numbered, open_journal
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_generation import ResponseGeneration, build_response_request
 from paceline_services.gateway.responses.response_history import ResponseHistory
@@ -39,34 +41,38 @@ class ItemsQuery(BaseModel):
     order: Literal["asc", "desc"] = "desc"
 
 
-def add_responses(app: FastAPI, models: ModelDirectory, history: ResponseHistory) -> None:
+def add_responses(app: FastAPI, models: ModelDirectory, history: ResponseHistory, journals: Journals) -> None:
     """Add the routes, and their description."""
     running: dict[tuple[str, str], RunningResponse] = {}
-    _add_creation(app, models, history, running)
+    _add_creation(app, models, history, journals, running)
     _add_stored_responses(app, models, history, running)
     describe(app, DOCS)
 
 
 def _add_creation(
-    app: FastAPI, models: ModelDirectory, history: ResponseHistory, running: dict[tuple[str, str], RunningResponse]
+    app: FastAPI,
+    models: ModelDirectory,
+    history: ResponseHistory,
+    journals: Journals,
+    running: dict[tuple[str, str], RunningResponse],
 ) -> None:
     @app.post(COLLECTION, name="responses")
     async def create(request: Request) -> Response:
         models.check_capacity()
         state = request.scope["state"]
         span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=True)
-        body = parse_body(await read_body(request, models), ResponseBody)
+        journal = await open_journal(request, models, journals)
+        body = parse_body(journal.body, ResponseBody)
         model, client = models.model(body.model), client_of(request)
         items = [*await history.conversation(client.name, body.previous_response_id), *body.input]
-        chat, generation = await build_response_request(
-            body, items, model, state[REQUEST_ID], client, request.headers, span
-        )
-        response = RunningResponse(body, chat, generation, model, kept=body.to_be_kept and history.keeps)
-        output = model.generate_all([generation], client)
+        chat, generation = await build_response_request(body, items, model, journal.id, client, journal.headers, span)
+        kept = body.to_be_kept and history.keeps
+        response = RunningResponse(body, chat, generation, model, journal.created, lambda: journal.now, kept=kept)
+        output = journal.deltas(model, [generation], client, streamed=bool(body.stream))
         deltas = traced(span, model.model, [generation], output, streamed=bool(body.stream))
         made = ResponseGeneration(response, deltas, client, items, history, running)
         if body.stream:
-            return EventStream(made.events(), closing=b"", error=made.error_event)
+            return EventStream(numbered(journal, made.events()), closing=b"", error=made.error_event)
         return JsonResponse(await while_connected(request.receive, made.whole()))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -32,9 +31,18 @@ class RunningResponse:
     """
 
     def __init__(
-        self, body: ResponseBody, chat: ChatBody, request: GenerationRequest, model: ServedModel, *, kept: bool
+        self,
+        body: ResponseBody,
+        chat: ChatBody,
+        request: GenerationRequest,
+        model: ServedModel,
+        created: int,
+        clock: Callable[[], int],
+        *,
+        kept: bool,
     ) -> None:
-        """`chat`: what the body was converted to. `kept`: whether the response will be kept for its client."""
+        """`chat`: what the body was converted to. `created`, `clock`: when the API request came, and the time of the
+        latest delta, in seconds since 1970. `kept`: whether the response will be kept for its client."""
         self.id = f"resp_{request.group}"
         self.status = "in_progress"
         self.kept = kept
@@ -42,8 +50,9 @@ class RunningResponse:
         self._body = body
         self._request = request
         self._model = model
-        self._created = time.time()
-        self._completed: float | None = None
+        self._created = created
+        self._clock = clock
+        self._completed: int | None = None
         self._chat = ChatOutput(chat, request, model)
         self._output = ResponseOutput(request.group, self._chat.call_id)
         self._usage = RequestUsage([request], 1)
@@ -58,8 +67,8 @@ class RunningResponse:
         response = {
             "id": self.id,
             "object": "response",
-            "created_at": int(self._created),
-            "completed_at": None if self._completed is None else int(self._completed),
+            "created_at": self._created,
+            "completed_at": self._completed,
             "status": status,
             "error": None if self.failure is None else _error(self.failure),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -118,7 +127,7 @@ class RunningResponse:
         closing = self._output.close("completed" if status == "completed" else "incomplete", self._log_probs)
         yield from map(self._numbered, closing)
         self.status = status
-        self._completed = time.time()
+        self._completed = self._clock()
 
     def _numbered(self, event: Json) -> Json:
         return event | {"sequence_number": next(self._numbers)}

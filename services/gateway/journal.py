@@ -1,0 +1,320 @@
+"""Journals of streams: what Redis keeps of a streamed API request, so that any gateway can continue it.
+
+A journal is a list of entries, each a JSON text. The first one is the request: its body, when it came, and a digest of
+the completions that it asks for. Then come the deltas of its completions, in the order in which the client gets them,
+each before its events are sent. The events of a stream follow from these alone: so a gateway that reads a journal
+repeats them, and continues after the last committed token.
+
+A gateway appends only if it knows all entries. A gateway that takes a request over appends an entry of its own first,
+by which the earlier owner finds out that it has lost the request: see `RecordStore.append`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from hashlib import blake2b
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from paceline.core.messages import Delta, GenerationRequest
+from paceline.state.record_store import Append
+from paceline.state.state_errors import StateUnavailableError
+from paceline.state.state_store import StateStore
+from paceline.v1 import target_pb2
+from paceline.wire.target_codec import decode_delta, encode_delta
+from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
+from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.served_model import ServedModel
+
+Json = dict[str, Any]
+Entry = Json | list[Any]
+"""An object; or a delta: index of its completion, when it came, the target's numerics if they are new, its message."""
+
+WRITE_S = 0.5
+"""A stream that waits longer for Redis goes on without a journal."""
+MAX_JOURNAL_BYTES = 4 * 2**20
+"""A request whose journal would be longer goes on without it."""
+LOST = 0
+"""What an append returns if the journal is not kept, or cannot be reached."""
+
+
+class TakenOverError(ApiError):
+    """Another gateway, or another connection to this one, continues the request."""
+
+    status = 409
+    code = "resumed_elsewhere"
+
+    def __init__(self) -> None:
+        super().__init__("this stream was resumed by another connection")
+
+
+class Written(Enum):
+    """What became of an attempt to append."""
+
+    YES = auto()
+    BEHIND = auto()
+    """There are entries that this gateway does not know."""
+    LOST = auto()
+    """The journal is not kept, or cannot be reached."""
+
+
+class Journals:
+    """The journals of one gateway's requests. Appends of all requests that wait share one round trip to Redis."""
+
+    def __init__(self, store: StateStore, *, enabled: bool) -> None:
+        """`enabled`: whether streams have journals."""
+        self.enabled = enabled
+        self._store = store
+        self._waiting: list[tuple[Append, asyncio.Future[int]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether a journal would be kept now."""
+        return self.enabled and not self._store.presence.unavailable
+
+    async def append(self, append: Append) -> int:
+        """What `RecordStore.append` returns for it; `LOST` also if Redis does not answer in time."""
+        if not self.available:
+            return LOST
+        length: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((append, length))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write(), name="write journals")
+        return await length
+
+    async def load(self, client: str, request_id: str, start: int = 0) -> list[Entry]:
+        """The entries from `start` on. Raises `UnavailableError`."""
+        try:
+            entries = await self._store.records.load(client, request_id, start) if self.enabled else []
+        except StateUnavailableError as error:
+            raise _unavailable() from error
+        return [from_json(entry) for entry in entries]
+
+    async def find(self, client: str, request_id: str) -> Journal | None:
+        """The journal of an earlier request. Raises `UnavailableError`."""
+        entries = await self.load(client, request_id)
+        if not entries:
+            return None
+        assert isinstance(entries[0], dict), "a journal begins with its request"
+        request = dict(entries[0])
+        body = request.pop("body").encode()
+        return Journal(self, client, request_id, body=body, position=1, kept=True, **request)
+
+    async def delete(self, client: str, request_id: str) -> None:
+        """Forget a journal, unless Redis is away."""
+        if self.enabled:
+            await self._store.presence.attempt(self._store.records.delete(client, request_id))
+
+    async def _write(self) -> None:
+        """Append what waits, until nothing does."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            lengths = [LOST] * len(batch)
+            try:
+                await self._store.presence.attempt(self._append_all([each for each, _ in batch], lengths))
+            finally:
+                for (_, waiting), length in zip(batch, lengths, strict=True):
+                    if not waiting.done():  # its request was cancelled
+                        waiting.set_result(length)
+        self._writing = None
+
+    async def _append_all(self, appends: Sequence[Append], lengths: list[int]) -> None:
+        try:
+            async with asyncio.timeout(WRITE_S):
+                lengths[:] = await self._store.records.append(appends)
+        except TimeoutError as error:
+            raise StateUnavailableError(f"no answer within {WRITE_S:g} s") from error
+
+
+@dataclass(slots=True)
+class Journal:
+    """One API request with its journal, as one gateway has it."""
+
+    journals: Journals
+    client: str
+    """The name of the request's API key."""
+    id: str
+    path: str
+    body: bytes
+    headers: Mapping[str, str]
+    """Those on which the answer depends."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """When the request came; whole seconds since 1970."""
+    digest: str = ""
+    """Of the completions. "": they are not known yet."""
+    position: int = 0
+    """Entries that this gateway knows. 0: the request begins here."""
+    kept: bool = False
+    """Whether all deltas so far are in the journal."""
+    seen: int = 0
+    """Events of the stream that the client has."""
+    now: int = 0
+    """When the latest delta came, by the clock of the gateway that had it from its target."""
+    lease_s: float | None = None
+    """See `Append.lease_s`."""
+    _bytes: int = 0
+    _replaying: bool = False
+    _numerics: dict[int, str] = field(default_factory=dict)
+    """Of the target that drew the latest token, by completion."""
+
+    def event_id(self, number: int) -> str | None:
+        """The id of an event of the stream, from 1; None: the events have no ids; "": they have none from here on."""
+        if self.kept:
+            return f"{self.id}:{number}"
+        return "" if self.position else None
+
+    async def deltas(
+        self, model: ServedModel, requests: Sequence[GenerationRequest], client: ApiClient, *, streamed: bool
+    ) -> AsyncGenerator[tuple[int, Delta]]:
+        """`ServedModel.generate_all`, with each delta in the journal before it comes out of here; and before them the
+        deltas that are in the journal. A request that is not streamed has no journal.
+
+        Raises the error with which the request ended at another gateway, `TakenOverError`, or what `generate_all`
+        raises.
+        """
+        self.kept = bool(self.position) or (streamed and self.journals.available)
+        before = None
+        if self.kept:
+            self.check(requests)
+        if self.position:
+            before = self._claimed(len(requests), model)
+            attempt = secrets.token_hex(4)
+            requests = [replace(each, attempt=attempt) for each in requests]
+        try:
+            async with aclosing(model.generate_all(requests, client, before)) as deltas:
+                async for index, delta in deltas:
+                    if not self._replaying:
+                        self.now = int(time.time())
+                        await self._append(self._entry(index, delta), model)
+                    yield index, delta
+        except (RetryLaterError, TakenOverError):
+            raise
+        except ApiError as error:
+            if self.position and not self._replaying:
+                await self._append(_error_entry(error), model)
+            raise
+
+    def check(self, requests: Sequence[GenerationRequest]) -> None:
+        """Raises `InvalidRequestError` if these completions are not those for which the journal was begun."""
+        digest = _digest(requests)
+        if self.digest not in ("", digest):
+            raise InvalidRequestError(
+                "the stream cannot be resumed: its prompt or parameters would be others now",
+                code="stream_changed",
+                status=409,
+            )
+        self.digest = digest
+
+    async def _claimed(self, completions: int, model: ServedModel) -> AsyncGenerator[tuple[int, Delta]]:
+        """The deltas in the journal. Unless all completions have ended there, the request is then this gateway's."""
+        self._replaying = True
+        owner: Json = {"owner": secrets.token_hex(8)}
+        running = completions
+        while running:
+            for entry in await self._news():
+                if isinstance(entry, list):
+                    index, delta = self._decoded(entry)
+                    running -= delta.finish_reason is not None
+                    yield index, delta
+                else:
+                    self._heed(entry, model)
+            written = await self._write(owner) if running else None
+            if written is Written.LOST:
+                raise _unavailable()
+            if written is Written.YES:
+                self._replaying = False
+                return
+
+    async def _append(self, entry: Entry, model: ServedModel) -> None:
+        """Append as the owner, if the journal is kept. Raises `TakenOverError`."""
+        while self.kept and (written := await self._write(entry)) is not Written.YES:
+            news: list[Entry] = []
+            if written is Written.BEHIND:
+                news = await self._news()
+            for each in news:
+                assert isinstance(each, dict), "an owner's entry comes before its deltas"
+                if "owner" in each:
+                    raise TakenOverError
+                self._heed(each, model)
+            self.kept = bool(news)
+
+    async def _news(self) -> list[Entry]:
+        """The entries that this gateway does not know. Raises `UnavailableError`."""
+        news = await self.journals.load(self.client, self.id, self.position)
+        self.position += len(news)
+        return news
+
+    async def _write(self, *entries: Entry) -> Written:
+        """Append after the known entries; before the first one the request."""
+        if not self.position:
+            request = {"path": self.path, "body": self.body.decode(), "headers": dict(self.headers)}
+            entries = ({**request, "created": self.created, "digest": self.digest}, *entries)
+        texts = [to_json(each).decode() for each in entries]
+        self._bytes += sum(map(len, texts))
+        if self._bytes > MAX_JOURNAL_BYTES:
+            if self.position:
+                await self.journals.delete(self.client, self.id)
+            return Written.LOST
+        length = await self.journals.append(Append(self.client, self.id, self.position, texts, self.lease_s))
+        if length <= 0:
+            return Written.BEHIND if length else Written.LOST
+        self.position = length
+        return Written.YES
+
+    def _heed(self, entry: Json, model: ServedModel) -> None:
+        """Do what another gateway asks for. Raises the error with which the request has ended."""
+        if "error" in entry:
+            raise _restored_error(entry["error"])
+        if "cancel" in entry:
+            model.running.abort(self.client, self.id)
+
+    def _entry(self, index: int, delta: Delta) -> Entry:
+        numerics = delta.numerics if delta.tokens and delta.numerics != self._numerics.get(index) else None
+        if numerics is not None:
+            self._numerics[index] = numerics
+        message = encode_delta(delta, "").SerializeToString()
+        return [index, self.now, numerics, b64encode(message).decode()]
+
+    def _decoded(self, entry: list[Any]) -> tuple[int, Delta]:
+        index, self.now, numerics, message = entry
+        if numerics is not None:
+            self._numerics[index] = numerics
+        delta = decode_delta(target_pb2.DeltaFrame.Delta.FromString(b64decode(message)))
+        delta.numerics = self._numerics.get(index)
+        return index, delta
+
+
+def _digest(requests: Sequence[GenerationRequest]) -> str:
+    """Of prompts and parameters."""
+    digest = blake2b(digest_size=16)
+    for each in requests:
+        digest.update(array("I", each.prompt))
+        digest.update(f"{each.sampling.model_dump_json()}{each.stop}{each.cache_salt}".encode())
+    return digest.hexdigest()
+
+
+def _error_entry(error: ApiError) -> Json:
+    names = ("message", "type", "param", "code", "status")
+    return {"error": {name: getattr(error, name) for name in names}}
+
+
+def _restored_error(fields: Json) -> ApiError:
+    error = ApiError(fields["message"], param=fields["param"], code=fields["code"], status=fields["status"])
+    error.type = fields["type"]
+    return error
+
+
+def _unavailable() -> UnavailableError:
+    return UnavailableError(
+        "streams are resumed from Redis, which does not answer now; try again soon", code="resumption_unavailable"
+    )

@@ -1,0 +1,398 @@
+"""Streams that survive: a client that reconnects with `Last-Event-ID`, at any gateway, gets the bytes that it misses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from paceline.api_keys import ApiKey, KeyFile, digest, write
+from paceline.core.messages import GenerationRequest
+from paceline.parsing.formats.hermes import HERMES
+from paceline.parsing.output_format import OutputFormat
+from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.state import RecordLimits
+from paceline.state.embedded_redis import EmbeddedRedis
+from paceline.text.chat_template import ChatTemplate
+from paceline_services.gateway import journal
+from tests.helpers.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
+from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, counts, open_stack
+from tests.helpers.waiting import eventually, until
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+SPOKEN = 'I think\nso.</think>\nHi.<tool_call>\n{"name": "weather", "arguments": {"town": "Ulm"}}\n</tool_call>'
+FUNCTION = {"name": "weather", "parameters": WEATHER["input_schema"]}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": (COMPLETIONS, {"prompt": "x", "max_tokens": 9, "stream_options": {"include_usage": True}}),
+    "log-probabilities": (
+        COMPLETIONS,
+        {"prompt": "x y z", "max_tokens": 8, "logprobs": 2, "echo": True, "return_token_ids": True, "seed": 3},
+    ),
+    "statistics": (
+        COMPLETIONS,
+        {"prompt": "x", "max_tokens": 9, "speculation_stats": True, "return_accepted": True, "return_tree": True},
+    ),
+    "bundles": (COMPLETIONS, {"prompt": "x", "max_tokens": 12, "stream_interval": 5}),
+    "chat": (
+        CHAT,
+        {
+            "messages": [USER],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "chat_template_kwargs": {"enable_thinking": True},
+            "logprobs": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    "messages": (
+        MESSAGES,
+        {"model": MODEL, "max_tokens": 90, "messages": [USER], "tools": [WEATHER], "thinking": THINKING},
+    ),
+    "responses": (
+        RESPONSES,
+        {
+            "input": "hi",
+            "tools": [{"type": "function", **FUNCTION}],
+            "chat_template_kwargs": {"enable_thinking": True},
+            "include": ["message.output_text.logprobs"],
+        },
+    ),
+}
+"""Streams of every API. Those of chats think and call."""
+
+
+def script(request: GenerationRequest) -> Sequence[int]:
+    """Chats think and call, completions count."""
+    if request.parser is None:
+        return counts(request)
+    return [*TOKENIZER.encode(SPOKEN, add_special_tokens=False), EOS]
+
+
+@dataclass
+class Pair:
+    """Two gateways with one Redis, each with a target of its own."""
+
+    first: Stack
+    second: Stack
+    redis: EmbeddedRedis
+
+
+@asynccontextmanager
+async def open_pair(**settings: Any) -> AsyncIterator[Pair]:
+    settings = {"burst": 2, **settings}
+    with EmbeddedRedis() as redis:
+        async with (
+            open_stack(script, redis_url=redis.url, context=512, **settings) as first,
+            open_stack(script, redis_url=redis.url, context=512, **settings) as second,
+        ):
+            for stack in (first, second):
+                stack.model.tokenizer.chat_template = ChatTemplate(TEMPLATE, {})
+                stack.model.output_format = OutputFormat(REASONING_FORMATS["qwen3"], HERMES)
+            yield Pair(first, second, redis)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[Pair]:
+    async with open_pair() as pair:
+        yield pair
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def stream(stack: Stack, path: str, body: dict[str, Any] | None, last: str = "", **headers: str) -> list[str]:
+    """The events of a whole stream, as text. `last`: the id after which it is resumed."""
+    headers |= {"last-event-id": last} if last else {}
+    async with stack.http.stream("POST", path, json=body and body | {"stream": True}, headers=headers) as response:
+        text = (await response.aread()).decode()
+        assert response.status_code == 200, text
+    return events_in(text)
+
+
+def events_in(text: str) -> list[str]:
+    return [f"{each}\n\n" for each in text.split("\n\n") if each]
+
+
+def id_of(event: str) -> str:
+    [found] = re.findall(r"^id: (.*)$", event, re.MULTILINE)
+    return str(found)
+
+
+def comparable(events: Sequence[str]) -> str:
+    """The stream without what is new in every request: ids, and the second in which it began or ended."""
+    text = re.sub(r"[0-9a-f]{32}|call_[0-9a-f]{24}", "ID", "".join(events))
+    return re.sub(r'("signature":)"ID"|("(?:created|created_at|completed_at)":)\d+', r"\1\2", text)
+
+
+@asynccontextmanager
+async def held(stack: Stack, path: str, body: dict[str, Any], deltas: int) -> AsyncIterator[list[str]]:
+    """The events of a stream whose target hangs after so many deltas; the client leaves with the context."""
+    stack.decoder.gate.set()
+    stack.decoder.hold_after = deltas
+    async with stack.http.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        parts: list[str] = []
+
+        async def read() -> None:
+            async for part in response.aiter_text():
+                parts.append(part)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: not stack.decoder.gate.is_set() or reading.done())
+        length = -1
+        while length != len(parts):  # what was on its way
+            length = len(parts)
+            await asyncio.sleep(0.03)
+        try:
+            yield events_in("".join(parts))
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+    stack.decoder.gate.set()
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_finished_stream_is_repeated_from_any_event_on(name: str, pair: Pair) -> None:
+    """Byte for byte, at the other gateway, without a target."""
+    path, body = BODIES[name]
+    events = await stream(pair.first, path, body)
+    assert len(events) > 4
+    pair.second.decoder.requests.clear()
+    numbered = [each for each in events if "[DONE]" not in each]
+    assert [int(id_of(each).split(":")[1]) for each in numbered] == list(range(1, len(numbered) + 1))
+    for count in range(1, len(numbered) + 1):
+        assert await stream(pair.second, path, None, id_of(events[count - 1])) == events[count:], count
+    assert pair.second.decoder.requests == []
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_stream_that_breaks_anywhere_continues_at_the_other_gateway(name: str, pair: Pair) -> None:
+    """What the client has and what it gets add up to the undisturbed stream."""
+    path, body = BODIES[name]
+    body = {"seed": 5, **body}
+    whole = await stream(pair.first, path, body)
+    deltas = len([each for each in whole if "delta" in each or '"text"' in each])
+    for count in range(1, deltas):
+        async with held(pair.first, path, body, count) as events:
+            pass
+        if "[DONE]" in events[-1] or len(events) >= len(whole):
+            break
+        pair.second.decoder.requests.clear()
+        rest = await stream(pair.second, path, None, id_of(events[-1]))
+        assert comparable([*events, *rest]) == comparable(whole)
+        [request] = pair.second.decoder.requests
+        assert len(request.committed) == 2 * count
+    else:
+        raise AssertionError("the stream never came to its end")
+
+
+async def test_a_stream_is_resumed_while_its_first_client_still_reads(pair: Pair) -> None:
+    """A gateway that takes over fences the earlier owner, which cancels the request at its target. No token is doubled,
+    however often it goes to and fro."""
+    path, body = BODIES["completions"]
+    body = {**body, "max_tokens": 40, "seed": 8}
+    whole = await stream(pair.first, path, body)
+    pair.first.decoder.hold_after = 3
+    for each in (pair.first, pair.second):
+        each.decoder.cancelled = asyncio.Queue()
+    begun = asyncio.create_task(stream(pair.first, path, body))
+    await until(lambda: not pair.first.decoder.gate.is_set())
+    await pair.first.first_tokens()
+    request_id = pair.first.decoder.requests[-1].group
+    pair.second.decoder.hold_after = 4
+    second = asyncio.create_task(stream(pair.second, path, None, f"{request_id}:1"))
+    await until(lambda: not pair.second.decoder.gate.is_set())
+    pair.first.decoder.gate.set()
+    fenced = await begun
+    assert await pair.first.decoder.cancelled.get() == pair.first.decoder.requests[-1].request_id
+    third = await stream(pair.first, path, None, f"{request_id}:1")
+    pair.second.decoder.gate.set()
+    assert '"code":"resumed_elsewhere"' in fenced[-2]
+    assert '"code":"resumed_elsewhere"' in (await second)[-2]
+    assert comparable([whole[0], *third]) == comparable(whole)
+    for earlier in (fenced[1:-2], (await second)[:-2]):
+        assert earlier == third[: len(earlier)]
+    [first_id, third_id] = [each.request_id for each in pair.first.decoder.requests[-2:]]
+    assert third_id.startswith(f"{first_id}."), "a target may still have the first attempt"
+
+
+async def test_choices_of_a_broken_stream_keep_their_order_and_end(pair: Pair) -> None:
+    """What came is repeated as it came; every choice ends with the tokens that it would have had."""
+    path, body = COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "max_tokens": 12, "seed": 6, "return_token_ids": True}
+    whole = await stream(pair.first, path, body)
+    async with held(pair.first, path, body, 9) as events:
+        pass
+    rest = await stream(pair.second, path, None, id_of(events[2]))
+    again = await stream(pair.first, path, None, id_of(events[0]))
+    assert [*events[1:3], *rest] == again
+    assert rest[: len(events) - 3] == events[3:]
+
+    def tokens(events: Sequence[str]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for event in events:
+            for index, ids in re.findall(r'"index":(\d+).*"token_ids":\[([^]]*)\]', event):
+                found.setdefault(int(index), []).extend(map(int, ids.split(",")))
+        return found
+
+    assert tokens([*events[:3], *rest]) == tokens(whole)
+    assert {index: len(ids) for index, ids in tokens(whole).items()} == dict.fromkeys(range(4), 12)
+
+
+async def test_a_stream_without_a_seed_keeps_the_one_that_was_drawn(pair: Pair) -> None:
+    """Each request draws another one."""
+    path, body = BODIES["completions"]
+    texts = set()
+    for _ in range(3):
+        async with held(pair.first, path, body, 2) as events:
+            pass
+        rest = await stream(pair.second, path, None, id_of(events[-1]))
+        [begun], [resumed] = pair.first.decoder.requests[-1:], pair.second.decoder.requests[-1:]
+        assert begun.sampling == resumed.sampling
+        assert list(resumed.committed) == list(counts(begun))[:4]
+        texts.add(comparable([*events, *rest]))
+    assert len(texts) == 3
+
+
+async def test_an_error_of_the_request_is_its_end_everywhere(pair: Pair) -> None:
+    """After the client reconnects, too: nothing is tried again."""
+
+    def failing(request: GenerationRequest) -> Sequence[int]:
+        raise FailsAfter("the cache is on fire", counts(request)[:6])
+
+    async with open_stack(failing, redis_url=pair.redis.url, burst=2) as stack:
+        path, body = BODIES["completions"]
+        *events, error, _ = await stream(stack, path, body)
+        assert "the cache is on fire" in error and "id:" not in error
+        stack.decoder.requests.clear()
+        assert (await stream(stack, path, None, id_of(events[0])))[: len(events)] == [*events[1:], error]
+        refused = await stack.http.post(path, headers={"last-event-id": id_of(events[-1])})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (500, "the cache is on fire")
+        assert stack.decoder.requests == []
+
+
+async def test_an_aborted_stream_stays_aborted(pair: Pair) -> None:
+    path, body = BODIES["chat"]
+    async with held(pair.first, path, body, 3) as events:
+        request_id = pair.first.decoder.requests[-1].group
+        aborted = await pair.first.http.post("/abort_requests", json={"request_ids": [request_id]})
+        assert aborted.json() == {"aborted": [request_id]}
+        await pair.first.idle()
+    rest = await stream(pair.second, path, None, id_of(events[-1]))
+    assert '"finish_reason":"abort"' in rest[0]
+
+
+async def test_what_cannot_be_resumed(pair: Pair) -> None:
+    """Each answer is 404, and says why."""
+    path, body = BODIES["completions"]
+    event_id = id_of((await stream(pair.first, path, body))[0])
+    whole = (await pair.first.http.post(path, json=body)).json()["id"].removeprefix("cmpl-")
+    for at, last in (
+        (path, "nonsense"),
+        (path, f"{'0' * 32}:1"),
+        (path, f"{event_id}x"),
+        (CHAT, event_id),  # another API's
+        (path, f"{whole}:1"),  # not streamed
+    ):
+        refused = await pair.second.http.post(at, headers={"last-event-id": last})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (404, "stream_not_found", "Last-Event-ID")
+
+
+async def test_a_prompt_that_has_changed_is_refused(pair: Pair) -> None:
+    """A template may write the time: its prompt cannot be had again."""
+    path, body = BODIES["chat"]
+    async with held(pair.first, path, body, 3) as events:
+        pass
+    before, pair.second.model.tokenizer.chat_template = pair.second.model.tokenizer.chat_template, ChatTemplate("Q", {})
+    try:
+        refused = await pair.second.http.post(path, headers={"last-event-id": id_of(events[-1])})
+    finally:
+        pair.second.model.tokenizer.chat_template = before
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "stream_changed")
+
+
+async def test_a_client_resumes_its_own_streams_only(tmp_path: Path) -> None:
+    names = ("alice", "bob")
+    write(tmp_path / "keys.json", KeyFile(keys=tuple(ApiKey(name=name, sha256=digest(name)) for name in names)))
+    alice, bob = ({"authorization": f"Bearer {name}"} for name in names)
+    async with open_pair(api_keys=tmp_path / "keys.json") as pair:
+        path, body = BODIES["completions"]
+        events = await stream(pair.first, path, body, **alice)
+        refused = await pair.second.http.post(path, headers={"last-event-id": id_of(events[0]), **bob})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "stream_not_found")
+        assert await stream(pair.second, path, None, id_of(events[0]), **alice) == events[1:]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+async def test_redis_goes_amid_a_stream_and_the_stream_goes_on(end: signal.Signals) -> None:
+    """From there on its events tell clients to forget the id that they have; resumption says that it takes Redis."""
+    path, body = BODIES["completions"]
+    body = {**body, "seed": 4}
+    async with open_pair() as pair:
+        whole = await stream(pair.first, path, body)
+        pair.first.decoder.hold_after = 2
+        streaming = asyncio.create_task(stream(pair.first, path, body))
+        await until(lambda: not pair.first.decoder.gate.is_set())
+        await eventually(lambda: journal_length(pair, pair.first.decoder.requests[-1].group, 3))
+        assert pair.redis.pid is not None
+        os.kill(pair.redis.pid, end)
+        pair.first.decoder.gate.set()
+        events = await streaming
+        ids = [id_of(each) for each in events[:-1]]
+        assert [bool(each) for each in ids] == [True, True, *[False] * (len(ids) - 2)]
+        without_ids = [re.sub("^id: .*\n", "", each) for each in events]
+        assert comparable(without_ids) == comparable([re.sub("^id: .*\n", "", each) for each in whole])
+        await until(lambda: pair.second.store.presence.unavailable)
+        refused = await pair.second.http.post(path, headers={"last-event-id": ids[0]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "resumption_unavailable")
+        assert "id:" not in "".join(await stream(pair.second, path, body))
+        if end is signal.SIGSTOP:
+            os.kill(pair.redis.pid, signal.SIGCONT)
+        else:
+            pair.redis.start()
+        await until(lambda: not pair.second.store.presence.unavailable)
+        assert id_of((await stream(pair.second, path, body))[0])
+
+
+async def journal_length(pair: Pair, request_id: str, length: int) -> bool:
+    return len(await pair.second.store.records.load("", request_id)) == length
+
+
+async def test_streams_expire_and_their_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, body = BODIES["completions"]
+    async with open_pair(records=RecordLimits(resumable_s=0.3)) as pair:
+        event_id = id_of((await stream(pair.first, path, body))[0])
+
+        async def expired() -> bool:
+            return (await pair.second.http.post(path, headers={"last-event-id": event_id})).status_code == 404
+
+        await eventually(expired)
+    async with open_pair(records=RecordLimits(max_bytes=3000)) as pair:
+        ids = [id_of((await stream(pair.first, path, body))[0]) for _ in range(12)]
+        answers = [(await pair.second.http.post(path, headers={"last-event-id": each})).status_code for each in ids]
+        assert answers == sorted(answers, reverse=True)
+        assert {answers[0], answers[-1]} == {404, 200}
+    async with open_pair(records=RecordLimits(resumable_s=0)) as pair:
+        assert "id:" not in "".join(await stream(pair.first, path, body))
+        refused = await pair.first.http.post(path, headers={"last-event-id": f"{'0' * 32}:1"})
+        assert "keeps no streams" in refused.json()["error"]["message"]
+
+
+async def test_a_journal_that_grows_too_long_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream goes on, and its events tell clients to forget the id that they have."""
+    monkeypatch.setattr(journal, "MAX_JOURNAL_BYTES", 600)
+    path, body = BODIES["completions"]
+    events = await stream(pair.first, path, {**body, "max_tokens": 30})
+    kept = [bool(id_of(each)) for each in events[:-1]]
+    assert kept == sorted(kept, reverse=True)
+    assert {kept[0], kept[-1]} == {True, False}
+    refused = await pair.second.http.post(path, headers={"last-event-id": id_of(events[0])})
+    assert refused.status_code == 404
