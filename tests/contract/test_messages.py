@@ -152,10 +152,11 @@ async def test_a_tool_s_round_trip(served: MessagesStack) -> None:
     )
 
 
-async def test_arguments_that_are_no_object_are_kept(served: MessagesStack) -> None:
-    served.speak('<tool_call>{"name": "weather", "arguments": [1}</tool_call>')
+@pytest.mark.parametrize("arguments", ["[1}", '{"days": 1e999}'], ids=["no object", "a number that JSON has not"])
+async def test_arguments_that_are_no_object_are_kept(served: MessagesStack, arguments: str) -> None:
+    served.speak(f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>')
     [call] = (await served.create(tools=[WEATHER])).content
-    assert call.input == {"INVALID_JSON": "[1}"}
+    assert call.input == {"INVALID_JSON": arguments}
 
 
 async def test_reasoning_returns_with_the_conversation(served: MessagesStack) -> None:

@@ -288,6 +288,20 @@ async def test_parameters_of_chat_completions_reach_the_target(stack: Stack) -> 
     assert (request.sampling.seed, request.priority, request.speculative.enabled) == (11, -3, False)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"reasoning": {"mode": 1e999}',
+        '"text": {"verbosity": NaN}',
+        '"tools": [{"type": "function", "name": "f", "parameters": {"x": 1e999}}]',
+    ],
+)
+async def test_a_setting_with_a_number_that_json_has_not_is_shown_as_null(stack: Stack, field: str) -> None:
+    answer = await stack.http.post(RESPONSES, content=f'{{"input": "x", "tool_choice": "none", {field}}}')
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["status"] == "completed"
+
+
 async def test_reasoning_may_be_left_out(stack: Stack) -> None:
     response = await create(stack, extra_body={"include_reasoning": False})
     assert [item.type for item in response.output] == ["message"]
@@ -369,6 +383,9 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"n": 2}, "n"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"user": 5}, "user"),
+        ({"safety_identifier": {}}, "safety_identifier"),
+        ({"max_tool_calls": "many"}, "max_tool_calls"),
         ({"inputs": "x"}, "inputs"),
     ],
 )

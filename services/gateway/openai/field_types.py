@@ -36,7 +36,8 @@ def _reject_replaced(value: Any) -> None:
 TEXT: dict[str, Any] = {"type": "string"}
 TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
 IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-Unused = Annotated[Any, Field(description="accepted as OpenAI does; has no effect here")]
+UNUSED = Field(description="accepted as OpenAI does; has no effect here")
+Unused = Annotated[Any, UNUSED]
 Unsupported = Annotated[None, BeforeValidator(_reject_unsupported)]
 """Known, but not implemented: accepted only where it asks for nothing."""
 Renamed = Annotated[None, BeforeValidator(_reject_renamed)]

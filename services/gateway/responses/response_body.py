@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, m
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
 from paceline_services.gateway.openai.bodies import MAX_MESSAGES, SHARED_FIELDS, ChatBody, ReasoningEffort
-from paceline_services.gateway.openai.field_types import TEXT, Body, Unsupported, Unused, any_of
+from paceline_services.gateway.openai.field_types import TEXT, UNUSED, Body, Unsupported, Unused, any_of
 from paceline_services.gateway.responses.input_items import OBJECTS, InputItem, ItemId
 from paceline_services.gateway.structured_output import JsonSchema
 
@@ -198,12 +198,12 @@ class ResponseBody(ChatFieldsPassedOn):
     context_management: Unsupported = None
     moderation: Unsupported = None
     prompt: Unsupported = None
-    max_tool_calls: Unused = None
+    max_tool_calls: Annotated[int | None, UNUSED] = None
     prompt_cache_options: Unused = None
     prompt_cache_retention: Unused = None
-    safety_identifier: Unused = None
+    safety_identifier: Annotated[str | None, UNUSED] = None
     service_tier: Unused = None
-    user: Unused = None
+    user: Annotated[str | None, UNUSED] = None
 
     @property
     def to_be_kept(self) -> bool:

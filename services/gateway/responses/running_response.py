@@ -147,9 +147,9 @@ class RunningResponse:
 
 
 def settings_json(body: ResponseBody) -> Json:
-    """What a response shows of its request, with OpenAI's defaults."""
+    """What a response shows of its request, with OpenAI's defaults. A number beyond JSON's, such as 1e999, is null."""
     objects = {"tools", "tool_choice", "text", "reasoning"}
-    shown = body.model_dump(include=objects, by_alias=True, exclude_unset=True, exclude_none=True)
+    shown = body.model_dump(mode="json", include=objects, by_alias=True, exclude_unset=True, exclude_none=True)
     return {
         "background": False,
         "instructions": body.instructions,
