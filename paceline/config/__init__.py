@@ -3,7 +3,7 @@
 Nothing here needs torch; the gateway, the command line and the library share these classes.
 """
 
-from paceline.config.engine_config import EngineConfig
+from paceline.config.engine_config import UNPLANNED_SLOTS, EngineConfig
 from paceline.config.method_names import (
     AUTO,
     DETECT,
@@ -37,6 +37,7 @@ __all__ = [
     "POOL",
     "STRATEGIES",
     "SUFFIX_DEPTH",
+    "UNPLANNED_SLOTS",
     "EngineConfig",
     "LookupMethod",
     "Method",

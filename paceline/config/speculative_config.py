@@ -125,7 +125,9 @@ class SpeculativeConfig(Settings):
     draft_tensor_parallel_size: int = Field(
         1, ge=1, description="ranks of the draft model; independent of the target's"
     )
-    draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
+    draft_devices: tuple[str, ...] = Field(
+        (), description="devices for draft workers, e.g. cuda:0; empty: the target's"
+    )
     vocabulary_mapping: VocabularyMappingName = Field(
         "none",
         description="for a draft_model with another vocabulary than the target's. intersection: it drafts tokens that "

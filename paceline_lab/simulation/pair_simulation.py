@@ -158,7 +158,7 @@ class _Run:
 
     def _model(self, spec: TimedModelConfig, most_rows: int) -> tuple[_MeteredModel, RowCost]:
         rows = sorted({1, min(spec.knee_rows, most_rows), most_rows})
-        model = _MeteredModel("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
+        model = _MeteredModel("timed:", spec, self._pair.engine.slot_count, 2**14, self._time.now, self._time.sleep)
         return model, RowCost(rows, [max(spec.seconds(count), 1e-9) for count in rows])
 
     def _receive_from_engine(self, message: object) -> None:

@@ -9,6 +9,7 @@ import time
 
 from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
 from paceline.drafting import build_lookups, complete_config
+from paceline.drafting.memory_plan import plan_memory
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
@@ -45,6 +46,11 @@ def serve_engine(pipe: Pipe, options: argparse.Namespace) -> None:
 
 def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
     """Raises `StartError` or `ModelNotFoundError`."""
+    try:
+        here = speculation.draft_placement == "target"
+        config = plan_memory(config, speculation, model_name, target=True, draft=here)
+    except ValueError as error:
+        raise StartError(f"--model {model_name} cannot be loaded: {error}") from error
     model = load_model(model_name, config)
     drafting = build_drafting(model, pipe, speculation, config)
     cost = measure_row_cost(model, config.max_num_batched_rows)

@@ -188,7 +188,7 @@ class _DFlashLayer:
 
 def build(inputs: MethodInputs) -> Speculator:
     config = inputs.config
-    network = DFlashNetwork(inputs.checkpoint, inputs.target, inputs.engine.slots, config.rope_theta)
+    network = DFlashNetwork(inputs.checkpoint, inputs.target, inputs.engine.slot_count, config.rope_theta)
     return DFlashSpeculator(network, inputs.target, config.tree_width, config.least_path_probability)
 
 
