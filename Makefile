@@ -153,6 +153,7 @@ format: setup  ## ruff: repair what it can
 
 proto: setup  ## write paceline/v1 again from proto/
 	@$(BIN)/python proto/generate.py
+	@$(BIN)/python -m tests.helpers.contract
 
 clean:  ## remove everything that make made
 	@rm -rf .venv .venv-clients .venv-peers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

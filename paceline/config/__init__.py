@@ -18,11 +18,11 @@ from paceline.config.method_names import (
     SUFFIX_DEPTH,
     LookupMethod,
     Method,
-    StrategyName,
 )
 from paceline.config.sampling_params import SamplingParams
 from paceline.config.settings import Settings
 from paceline.config.speculative_config import SpeculativeConfig, SpeculativeOptions
+from paceline.config.verification_strategies import STRATEGIES, Strategy, StrategyName
 
 __all__ = [
     "AUTO",
@@ -35,6 +35,7 @@ __all__ = [
     "METHODS_READ_FROM_CHECKPOINT",
     "MODEL_METHODS",
     "POOL",
+    "STRATEGIES",
     "SUFFIX_DEPTH",
     "EngineConfig",
     "LookupMethod",
@@ -43,5 +44,6 @@ __all__ = [
     "Settings",
     "SpeculativeConfig",
     "SpeculativeOptions",
+    "Strategy",
     "StrategyName",
 ]

@@ -1,4 +1,8 @@
-"""One request across targets: submit it, yield its deltas, and resume on another target when a target is lost."""
+"""One request across targets: submit it, yield its deltas, resume on another target when a target dies or drains.
+
+What happens when a target dies is told step by step, with the function of each step, in `docs/architecture.md` under
+"A target dies in the middle of a response".
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from dataclasses import replace
 from paceline.core.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest
 from paceline.telemetry.gateway_metrics import RequestMetrics
 from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
-from paceline.wire.link_errors import HandedOver, TargetEngineDied, TargetLost, WireError
+from paceline.wire.link_errors import ReplayElsewhere, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.prefix_index import block_hashes
@@ -49,7 +53,7 @@ class FailoverRequest:
         metrics: RequestMetrics,
         tracing: Tracing = NO_TRACING,
     ) -> None:
-        """`resume_s`: how long to wait for another target when the target is lost."""
+        """`resume_s`: how long to wait for another target when the target is lost or drains."""
         self._fleet = fleet
         self._request = request
         self._resume_s = resume_s
@@ -85,8 +89,8 @@ class FailoverRequest:
                 if not self._may_retry_refused():
                     raise GenerationError(str(error)) from error
                 continue
-            except TargetLost as error:
-                self._losses += not isinstance(error, HandedOver)
+            except ReplayElsewhere as error:
+                self._losses += isinstance(error, TargetLost)
                 self._engine_deaths += isinstance(error, TargetEngineDied)
                 log.warning("request %s moves to another target: %s", request.request_id, error)
             if self._engine_deaths > MAX_ENGINE_DEATHS:
@@ -124,13 +128,9 @@ class FailoverRequest:
 
     async def _next_target(self, request: GenerationRequest, blocks: Sequence[int]) -> TargetConnection:
         """Wait for a target. One that refused the request is chosen only if there is no other."""
-        exclude = (self._refused_by,) if self._refused_by else ()
-        choose = self._fleet.choose
-        while (
-            chosen := choose(request, blocks, exclude, self._numerics) or choose(request, blocks, (), self._numerics)
-        ) is None:
+        while (chosen := self._fleet.choose(request, blocks, self._refused_by, self._numerics)) is None:
             if not await self._fleet.wait_for_target(self._resume_s, request.target_labels):
-                raise UnavailableError(f"the target was lost and no other came within {self._resume_s:g} s")
+                raise UnavailableError(f"the target is gone, and no other came within {self._resume_s:g} s")
         target, candidate = chosen
         self._metrics.routed(candidate.cached, session=candidate.has_session)
         if self._numerics not in (None, target.numerics):
@@ -154,19 +154,19 @@ class FailoverRequest:
         """The request's deltas from one target, which starts after the committed tokens."""
         greedy = request.sampling.greedy
         drafts = self._fleet.drafts.order(greedy=greedy) if request.speculative.enabled is not False else []
+        request = replace(request, draft_addresses=drafts, trace_parent=span.trace_parent)
         self._target, stats = target, None
-        submission = replace(request, draft_addresses=drafts, trace_parent=span.trace_parent)
         try:
             with InFlightRequest(target, request, blocks, self._fleet.request_cost) as self._in_flight:
                 async with (
                     AsyncExitStack() as quarantine,
                     # Submits at the first iteration, so after the quarantine was entered.
-                    aclosing(target.link.submit(submission)) as deltas,
+                    aclosing(target.link.submit(request)) as deltas,
                 ):
                     if self._engine_deaths:
                         await quarantine.enter_async_context(target.quarantine)
                         if not target.up:
-                            raise HandedOver(f"target {target.record.worker_id} went before the request's turn came")
+                            raise ReplayElsewhere(f"target {target.record.worker_id} left before the request's turn")
                     async for delta in deltas:
                         stats = delta.speculation
                         self._check(delta)

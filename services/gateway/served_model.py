@@ -189,7 +189,7 @@ async def interleaved(outputs: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerato
     try:
         for index, deltas in enumerate(outputs):
             tasks.append(asyncio.create_task(_enqueue(ready, index, deltas)))
-            await asyncio.sleep(0)  # a thousand submissions take seconds: let other requests run between them
+            await asyncio.sleep(0)  # a thousand requests take seconds: let other requests run between them
         running = len(tasks)
         while running:
             index, delta = await ready.get()

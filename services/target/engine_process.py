@@ -20,7 +20,7 @@ from paceline.launcher import StartError
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.row_probe import measure_row_cost
 from paceline.target_features import all_features
-from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline_services.model_entrypoint import (
     as_start_errors,
     bind_cpus,
@@ -73,7 +73,7 @@ def build_drafting(model: Model, pipe: Pipe, speculation: SpeculativeConfig, con
     if not speculation.enabled:
         return NoDraftClient()
     if speculation.draft_placement == "worker":
-        return RemoteDrafting(pipe)
+        return RemoteDraftClient(pipe)
     local = build_configured_speculator(speculation, config, model.target_weights, model.name)
     if local.vocabulary_fingerprint not in ("", model.fingerprint):
         raise StartError(

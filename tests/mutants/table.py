@@ -729,7 +729,7 @@ MUTANTS = (
     Mutant(
         "committed tokens are not sent with a replayed request",
         "paceline/wire/target_codec.py",
-        "            committed_token_ids=submission.committed,\n",
+        "            committed_token_ids=request.committed,\n",
         "",
         ("contract/test_frames.py", "exactness/test_wire.py"),
     ),

@@ -378,7 +378,7 @@ class TestState:
         """Without the memory of the others, which came in the same tensor."""
         states = seeded(ROOT, 1, HIDDEN)
         speculator.context(Context(1, 0, states))
-        [draft] = speculator._drafts.values()
+        [draft] = speculator._requests.values()
         assert draft.state.untyped_storage().nbytes() == HIDDEN * 4
         assert torch.equal(draft.state, states[-1, 0])
 

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from paceline.core.tree import CommitResult, TokenTree
-from paceline.drafting.draw_prediction import NetworkFacts, PredictingDraft, PredictingSpeculator
+from paceline.drafting.draw_prediction import NetworkFacts, PredictedRequest, PredictingSpeculator
 from paceline.drafting.speculator import Commit, Context, DraftError, Opening, new_hidden_states
 from paceline.model.rows import SlotTable
 
@@ -56,7 +56,7 @@ class HiddenStateQueue:
 
 
 @dataclass(slots=True, eq=False)
-class CachedDraft(PredictingDraft):
+class CachedRequest(PredictedRequest):
     """A request and the tokens that the network has computed for it."""
 
     tokens: list[int]
@@ -100,7 +100,7 @@ class CachedDraft(PredictingDraft):
         """Find the nodes to expand again, after a commit or a new limit."""
 
 
-F = TypeVar("F", bound=CachedDraft)
+F = TypeVar("F", bound=CachedRequest)
 
 
 class CachedSpeculator(PredictingSpeculator[F], Generic[F]):
@@ -113,37 +113,37 @@ class CachedSpeculator(PredictingSpeculator[F], Generic[F]):
         self._next_link = 0
         """How many shares were dealt: it decides which link is first in the next round."""
 
-    def new_draft(self, opening: Opening, tree: TokenTree) -> F:
-        draft = super().new_draft(opening, tree)
-        self._check_length(len(draft.tokens))
-        draft.slot_table.slots.extend(self._take(len(draft.tokens)))
-        return draft
+    def new_request(self, opening: Opening, tree: TokenTree) -> F:
+        request = super().new_request(opening, tree)
+        self._check_length(len(request.tokens))
+        request.slot_table.slots.extend(self._take(len(request.tokens)))
+        return request
 
     def context(self, context: Context) -> None:
-        if draft := self._drafts.get(context.request_id):
-            draft.states.add(context.base_position, context.hidden_states)
+        if request := self._requests.get(context.request_id):
+            request.states.add(context.base_position, context.hidden_states)
 
-    def advance(self, draft: F, commit: Commit) -> None:
-        tokens = draft.to_draft_tokens(commit.tokens)
-        self._check_length(len(draft.tokens) + len(tokens))
-        self._free += draft.root_moved(draft.tree.commit(commit.tokens))
-        draft.tokens += tokens
-        draft.history.extend(commit.tokens)
-        draft.slot_table.slots.extend(self._take(len(draft.tokens) - len(draft.slot_table)))
+    def advance(self, request: F, commit: Commit) -> None:
+        tokens = request.to_draft_tokens(commit.tokens)
+        self._check_length(len(request.tokens) + len(tokens))
+        self._free += request.root_moved(request.tree.commit(commit.tokens))
+        request.tokens += tokens
+        request.history.extend(commit.tokens)
+        request.slot_table.slots.extend(self._take(len(request.tokens) - len(request.slot_table)))
         if commit.hidden_states is not None:
-            draft.states.add(commit.base_position, commit.hidden_states)
-        draft.refresh_frontier()
+            request.states.add(commit.base_position, commit.hidden_states)
+        request.refresh_frontier()
 
-    def limits_changed(self, draft: F) -> None:
-        super().limits_changed(draft)
-        draft.refresh_frontier()
+    def limits_changed(self, request: F) -> None:
+        super().limits_changed(request)
+        request.refresh_frontier()
 
-    def release(self, draft: F) -> None:
-        self._free += draft.all_slots
+    def release(self, request: F) -> None:
+        self._free += request.all_slots
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free or has one holder."""
-        held = [slot for draft in self._drafts.values() for slot in draft.all_slots]
+        held = [slot for request in self._requests.values() for slot in request.all_slots]
         if sorted([*self._free, *held]) != list(range(1, self.slots + 1)):
             raise AssertionError(f"{len(self._free)} slots free and {len(held)} held, of {self.slots}")
 
@@ -166,8 +166,8 @@ class CachedSpeculator(PredictingSpeculator[F], Generic[F]):
     def _by_link(self) -> list[list[F]]:
         """The requests of each link, the link whose turn it is first."""
         by_link: defaultdict[int, list[F]] = defaultdict(list)
-        for draft in self._drafts.values():
-            by_link[draft.opening.link].append(draft)
+        for request in self._requests.values():
+            by_link[request.opening.link].append(request)
         first = self._next_link % max(1, len(by_link))
         groups = list(by_link.values())
         return groups[first:] + groups[:first]
@@ -176,10 +176,10 @@ class CachedSpeculator(PredictingSpeculator[F], Generic[F]):
         """The committed tokens that this round computes. They count as computed from now on."""
         shares = Counter(itertools.islice(round_robin(map(_missing_tokens, by_link)), PREFILL_ROWS))
         for key, count in shares.items():
-            draft = self._drafts[key]
-            start = draft.computed
-            draft.computed += count
-            yield draft, range(start, draft.computed)
+            request = self._requests[key]
+            start = request.computed
+            request.computed += count
+            yield request, range(start, request.computed)
 
 
 def round_robin(iterators: Iterable[Iterator[Item]]) -> Iterator[Item]:
@@ -192,11 +192,11 @@ def round_robin(iterators: Iterable[Iterator[Item]]) -> Iterator[Item]:
             turns.append(iterator)
 
 
-def _missing_tokens(drafts: Iterable[CachedDraft]) -> Iterator[int]:
+def _missing_tokens(requests: Iterable[CachedRequest]) -> Iterator[int]:
     """The request id of every token to compute. Requests with few tokens come first.
 
     Paused requests are left out: most of them end before they go on.
     """
-    drafting = [draft for draft in drafts if draft.opening.max_nodes]
-    for draft in sorted(drafting, key=lambda draft: draft.computable):
-        yield from itertools.repeat(draft.opening.request_id, draft.computable)
+    drafting = [request for request in requests if request.opening.max_nodes]
+    for request in sorted(drafting, key=lambda request: request.computable):
+        yield from itertools.repeat(request.opening.request_id, request.computable)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from paceline.config import SamplingParams
 from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.best_first import BestFirstDraft, BestFirstSpeculator
+from paceline.drafting.best_first import BestFirstRequest, BestFirstSpeculator
 from paceline.drafting.speculator import Commit, Limit, Opening
-from paceline.drafting.tree_speculator import TreeDraft, TreeSpeculator
+from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
 from paceline.drafting.vocabulary.draft_transcript import DraftTranscript
 from paceline.drafting.vocabulary.stable_tokens import StableTokens, common_prefix_length
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
@@ -29,7 +29,7 @@ DRAFT_TOKENS_PER_TARGET_TOKEN = 2
 
 
 @dataclass(slots=True, eq=False)
-class _RetokenizedRequest(TreeDraft):
+class _RetokenizedRequest(TreeRequest):
     """`tree` has the target's tokens."""
 
     transcript: DraftTranscript
@@ -72,12 +72,12 @@ class _DecodedPath:
         return next(log_prob for end, log_prob in self.ends if end >= length)
 
 
-class RetokenizedDraft(TreeSpeculator[_RetokenizedRequest]):
+class RetokenizingSpeculator(TreeSpeculator[_RetokenizedRequest]):
     """Method `draft_model` with `vocabulary_mapping` `strings`."""
 
     method = "draft_model"
 
-    def __init__(self, inner: BestFirstSpeculator[BestFirstDraft], mapping: VocabularyMapping) -> None:
+    def __init__(self, inner: BestFirstSpeculator[BestFirstRequest], mapping: VocabularyMapping) -> None:
         super().__init__()
         self.model = inner.model
         self.vocabulary_fingerprint = mapping.target.tokenizer.fingerprint
@@ -91,29 +91,29 @@ class RetokenizedDraft(TreeSpeculator[_RetokenizedRequest]):
     def behind(self) -> bool:
         return self._draft.behind
 
-    def new_draft(self, opening: Opening, tree: TokenTree) -> _RetokenizedRequest:
+    def new_request(self, opening: Opening, tree: TokenTree) -> _RetokenizedRequest:
         request = _RetokenizedRequest(opening, tree, DraftTranscript(self._mapping, opening.tokens))
         self._sync_draft(request)
         return request
 
-    def advance(self, draft: _RetokenizedRequest, commit: Commit) -> None:
-        draft.tree.commit(commit.tokens)
-        draft.transcript.extend(commit.tokens)
-        self._sync_draft(draft)
+    def advance(self, request: _RetokenizedRequest, commit: Commit) -> None:
+        request.tree.commit(commit.tokens)
+        request.transcript.extend(commit.tokens)
+        self._sync_draft(request)
 
-    def limits_changed(self, draft: _RetokenizedRequest) -> None:
-        draft.nodes_read = 0
-        draft.fresh = True
-        opening = draft.opening
+    def limits_changed(self, request: _RetokenizedRequest) -> None:
+        request.nodes_read = 0
+        request.fresh = True
+        opening = request.opening
         depth, nodes = _draft_limits(opening.max_depth, opening.max_nodes)
         self._draft.limit(Limit(opening.request_id, depth, nodes, opening.least_path_probability))
 
-    def release(self, draft: _RetokenizedRequest) -> None:
-        self._draft.close(draft.opening.request_id)
+    def release(self, request: _RetokenizedRequest) -> None:
+        self._draft.close(request.opening.request_id)
 
     def grow(self) -> dict[int, Growth]:
         grown = self._draft.grow()
-        fresh = {key: request for key, request in self._drafts.items() if request.fresh or key in grown}
+        fresh = {key: request for key, request in self._requests.items() if request.fresh or key in grown}
         return self._growths({key: self._read(key, request) for key, request in fresh.items()})
 
     def check_integrity(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class MinPathProbability:
+class LeastPathProbability:
     """The least path probability of useful nodes, from the best node that recent steps had no row for.
 
     It is 0 while there are rows to spare. A node that is improbable now may become probable after the next commit, so

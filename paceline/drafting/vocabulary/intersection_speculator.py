@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
-from paceline.drafting.best_first import BestFirstDraft, BestFirstSpeculator, DraftPass
+from paceline.drafting.best_first import BestFirstRequest, BestFirstSpeculator, DraftPass
 from paceline.drafting.draw_prediction import NetworkFacts
 from paceline.drafting.speculator import Opening
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
@@ -25,7 +25,7 @@ from paceline.model.model import Model
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class TranslatedDraft(BestFirstDraft):
+class TranslatedRequest(BestFirstRequest):
     """`tokens` are the draft model's and count towards `limit`; the tree has the target's."""
 
     mapping: VocabularyMapping
@@ -38,7 +38,7 @@ class TranslatedDraft(BestFirstDraft):
         return min(self.opening.max_depth, self.limit - len(self.tokens))
 
 
-class IntersectionDraft(BestFirstSpeculator[TranslatedDraft]):
+class IntersectionSpeculator(BestFirstSpeculator[TranslatedRequest]):
     """Method `draft_model` with `vocabulary_mapping` `intersection`."""
 
     method = "draft_model"
@@ -67,11 +67,15 @@ class IntersectionDraft(BestFirstSpeculator[TranslatedDraft]):
         self._columns = torch.tensor(common)
         self._ids = torch.tensor([mapping.target_ids[token] for token in common])
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> TranslatedDraft:
+    def begin(
+        self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float
+    ) -> TranslatedRequest:
         tokens = self._mapping.prompt_to_draft_tokens(opening.tokens)
-        return TranslatedDraft(opening, tree, history, floor, tokens, self.position_limit, mapping=self._mapping)
+        return TranslatedRequest(
+            opening, tree, history, least_path_log_prob, tokens, self.position_limit, mapping=self._mapping
+        )
 
-    def run(self, this: DraftPass[TranslatedDraft]) -> tuple[Tensor, Tensor | None]:
+    def run(self, this: DraftPass[TranslatedRequest]) -> tuple[Tensor, Tensor | None]:
         logits = self._model.run(this.rows, this.wanted).logits
         if self._columns.device != logits.device:  # once
             self._columns, self._ids = self._columns.to(logits.device), self._ids.to(logits.device)
