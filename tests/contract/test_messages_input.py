@@ -154,6 +154,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [says("user", {"type": "document"})]}, "content of type document is not supported"),
         ({"messages": [says("user", TOOL_USE)]}, r"messages\[0\]: content of type tool_use is not possible"),
         ({"messages": [USER, says("assistant", TOOL_USE)]}, "no text to continue"),
+        ({"messages": [says("user", {"text": "x"})]}, r"messages\[0\]\.content\[0\]: needs 'type'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.role: must be one of"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]\.type: must be"),
         ({"tools": [{"name": "f"}]}, r"missing parameter: tools\[0\]\.input_schema"),

@@ -313,7 +313,6 @@ def after_call(arguments: Any) -> dict[str, Any]:
         ({"tool_choice": {**named("weather"), "mode": "auto"}}, "tool_choice.mode"),
         ({"tool_choice": named("time")}, "tool_choice.function.name"),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"functions": [FUNCTION]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         (after_call("{"), "messages[1].tool_calls[0].function.arguments"),
@@ -339,6 +338,7 @@ async def test_errors_name_the_field(stack: Stack, fields: dict[str, Any], param
         ({"tool_choice": "required"}, ["time", "weather"], True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, ["time", "weather"], False),
         ({"tool_choice": named("weather")}, ["weather"], False),
+        ({"tool_choice": named("weather"), "response_format": JSON_OBJECT}, ["weather"], False),
     ],
     ids=str,
 )

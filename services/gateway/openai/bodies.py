@@ -43,6 +43,8 @@ MAX_LOGPROB_TOKENS = 128
 MAX_SALT = 1024
 MAX_REQUEST_ID = 128
 """Characters."""
+ONE_PROMPT = (TEXT | {"minLength": 1}, IDS | {"minItems": 1})
+"""JSON schemas of a text and of token ids."""
 MAX_SESSION = 1024
 """Characters of a session's name, which is hashed once for each completion and target."""
 INT32_MAX = 2**31 - 1
@@ -241,7 +243,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         list[str] | list[list[int]],
         Field(max_length=MAX_PROMPTS),
-        any_of(TEXT, TEXTS, IDS, {"type": "array", "items": IDS}),
+        any_of(*ONE_PROMPT, *({"type": "array", "items": each, "minItems": 1} for each in ONE_PROMPT)),
     ]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)

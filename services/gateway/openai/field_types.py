@@ -35,6 +35,14 @@ def _reject_replaced(value: Any) -> None:
 
 TEXT: dict[str, Any] = {"type": "string"}
 TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
+TEXT_PARTS: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": TEXT},
+        "required": ["type", "text"],
+    },
+}
 IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 UNUSED = Field(description="accepted as OpenAI does; has no effect here")
 Unused = Annotated[Any, UNUSED]

@@ -76,6 +76,13 @@ class FunctionDeclaration(Body):
         return {"type": "function", "function": {"name": self.name, **given}}
 
 
+def _without_search(tools: Any) -> Any:
+    """Without OpenAI's search in the web, which agents offer unasked: nothing here can run it."""
+    if not isinstance(tools, list):
+        return tools
+    return [each for each in tools if not (isinstance(each, dict) and each.get("type") == "web_search")]
+
+
 class FunctionChoice(Body):
     type: Annotated[Literal["function"], BeforeValidator(_function_only)]
     name: str
@@ -164,7 +171,7 @@ class ResponseBody(ChatFieldsPassedOn):
     ]
     instructions: str | None = None
     previous_response_id: ItemId | None = None
-    tools: list[FunctionDeclaration] | None = None
+    tools: Annotated[list[FunctionDeclaration] | None, BeforeValidator(_without_search)] = None
     tool_choice: ResponseToolChoice | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -193,6 +200,7 @@ class ResponseBody(ChatFieldsPassedOn):
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
 
+    client_metadata: Unused = None
     background: Unsupported = None
     conversation: Unsupported = None
     context_management: Unsupported = None
