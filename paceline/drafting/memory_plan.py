@@ -67,7 +67,7 @@ class WorkerNeed:
 
 
 def plan_memory(
-    engine: EngineConfig, speculation: SpeculativeConfig, target_model: str | None, *, target: bool, request: bool
+    engine: EngineConfig, speculation: SpeculativeConfig, target_model: str | None, *, target: bool, draft: bool
 ) -> EngineConfig:
     """The configuration with `slots`. `target`, `draft`: which of both models this process computes.
 
@@ -86,11 +86,11 @@ def plan_memory(
         lender, target_need = found
     draft_need, states = _draft_needs(speculation, engine, lender, worker=not target)
     target_need += states
-    own = target_need * target + draft_need * request
+    own = target_need * target + draft_need * draft
     if not own.slot:
         return engine
-    targets, requests = engine.device_workers or (int(target), int(not target))
-    everyone = own * targets if target and request else target_need * targets + draft_need * requests
+    targets, drafts = engine.device_workers or (int(target), int(not target))
+    everyone = own * targets if target and draft else target_need * targets + draft_need * drafts
     longest = UNPLANNED_SLOTS if lender is None else lender.max_model_len
     return _with_slots(engine, own, everyone, max(longest, FEWEST_SLOTS) if target else FEWEST_SLOTS, longest)
 
