@@ -221,7 +221,7 @@ class Journal:
         owner: Json = {"owner": secrets.token_hex(8)}
         running = completions
         while running:
-            for entry in await self._news():
+            for entry in await self._unread():
                 if isinstance(entry, list):
                     index, delta = self._decoded(entry)
                     running -= delta.finish_reason is not None
@@ -238,21 +238,21 @@ class Journal:
     async def _append(self, entry: Entry, model: ServedModel) -> None:
         """Append as the owner, if the journal is kept. Raises `TakenOverError`."""
         while self.kept and (written := await self._write(entry)) is not Written.YES:
-            news: list[Entry] = []
+            unread: list[Entry] = []
             if written is Written.BEHIND:
-                news = await self._news()
-            for each in news:
+                unread = await self._unread()
+            for each in unread:
                 assert isinstance(each, dict), "an owner's entry comes before its deltas"
                 if "owner" in each:
                     raise TakenOverError
                 self._heed(each, model)
-            self.kept = bool(news)
+            self.kept = bool(unread)
 
-    async def _news(self) -> list[Entry]:
+    async def _unread(self) -> list[Entry]:
         """The entries that this gateway does not know. Raises `UnavailableError`."""
-        news = await self.journals.load(self.client, self.id, self.position)
-        self.position += len(news)
-        return news
+        unread = await self.journals.load(self.client, self.id, self.position)
+        self.position += len(unread)
+        return unread
 
     async def _write(self, *entries: Entry) -> Written:
         """Append after the known entries; before the first one the request."""

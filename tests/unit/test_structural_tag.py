@@ -17,8 +17,8 @@ from paceline.grammar.lark_rules import LarkRules
 from paceline.text import Tokenizer
 from paceline_services.gateway import tag_grammar
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.structural_tag import TagFormat
-from paceline_services.gateway.structured_output import ResponseFormat, StructuredOutputs
+from paceline_services.gateway.structured.structural_tag import TagFormat
+from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
 
 SHIPPED = Tokenizer.load("pydoc")
 COMPILER = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces))

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
-from paceline_services.gateway.openai.server_sent_event import encode_json
+from paceline_services.gateway.http.server_sent_event import encode_json
 
 Json = dict[str, Any]
 

@@ -14,19 +14,20 @@ from paceline_services.gateway.anthropic.chat_conversion import FIELDS, chat_bod
 from paceline_services.gateway.anthropic.message_bodies import CountTokensBody, MessagesBody
 from paceline_services.gateway.anthropic.message_response import MessageResponse, error_event
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.error_shape import MESSAGES_PATH
+from paceline_services.gateway.http.auth_middleware import client_of
+from paceline_services.gateway.http.error_shape import MESSAGES_PATH
+from paceline_services.gateway.http.event_stream import EventStream, while_connected
+from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
+from paceline_services.gateway.http.http_metrics import SPAN
+from paceline_services.gateway.http.resumption import numbered, open_journal
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
-from paceline_services.gateway.openai.auth_middleware import client_of
 from paceline_services.gateway.openai.chat_prompt import render_chat
-from paceline_services.gateway.openai.event_stream import EventStream, while_connected
-from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID_HEADER, SPAN
 from paceline_services.gateway.openai.prompt_encoding import encode
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.openai.request_trace import start_request_span, traced
-from paceline_services.gateway.openai.resumption import numbered, open_journal
+from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
+from paceline_services.gateway.request_trace import start_request_span, traced
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
 NULLABLE_TEXT: dict[str, Any] = {"type": ["string", "null"]}

@@ -11,8 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, field
 
 from paceline.config import SamplingParams
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.openai.chat_message import ChatMessage
-from paceline_services.gateway.openai.field_types import (
+from paceline_services.gateway.http.field_types import (
     IDS,
     TEXT,
     TEXTS,
@@ -23,8 +22,9 @@ from paceline_services.gateway.openai.field_types import (
     Unused,
     any_of,
 )
+from paceline_services.gateway.openai.chat_message import ChatMessage
 from paceline_services.gateway.openai.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
-from paceline_services.gateway.structured_output import ResponseFormat, StructuredOutputs
+from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024

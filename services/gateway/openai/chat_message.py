@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import from_json
 
-from paceline_services.gateway.openai.field_types import TEXT, TEXT_PARTS, Body, any_of
+from paceline_services.gateway.http.field_types import TEXT, TEXT_PARTS, Body, any_of
 
 
 class ExtensibleBody(Body):

@@ -24,8 +24,8 @@ from paceline_services.gateway.openai.logprobs import (
     prompt_log_probs,
     spelled,
 )
-from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.usage import RequestUsage
 
 Json = dict[str, Any]
 

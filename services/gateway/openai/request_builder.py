@@ -19,7 +19,6 @@ from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_prompt import render_chat
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID_HEADER
 from paceline_services.gateway.openai.output_parsing import OutputParsing, output_parsing
 from paceline_services.gateway.openai.prompt_encoding import (
     bad_word_tokens,
@@ -29,12 +28,9 @@ from paceline_services.gateway.openai.prompt_encoding import (
     encode_prompts,
 )
 from paceline_services.gateway.openai.tool_choice import forced_grammar, forced_tools
+from paceline_services.gateway.request_headers import LABELS_HEADER, REQUEST_ID_HEADER, SESSION_HEADER
 from paceline_services.gateway.served_model import ServedModel
 
-SESSION_HEADER = "x-session-id"
-"""Names the request's conversation, in place of the body's `prompt_cache_key`: its requests go to the same target."""
-LABELS_HEADER = "x-target-labels"
-"""Labels that the request's target must have."""
 GRAMMAR_START = ("grammar_begins_after", "grammar_waits_if")
 """Parameters of a grammar behind a model's reasoning. No body has them."""
 MAX_PROMPT_LOG_PROBS = 262_144

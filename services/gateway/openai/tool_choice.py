@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.forced_calls import ForcedCalls
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.output_parsing import tool_format
 from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.structured.forced_calls import ForcedCalls
 
 
 async def forced_grammar(body: ChatBody, model: ServedModel) -> str:

@@ -10,9 +10,9 @@ from paceline.core.messages import Delta, GenerationRequest
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.responses.input_items import InputItem
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_conversion import FIELDS, chat_body

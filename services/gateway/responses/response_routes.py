@@ -9,15 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.http.auth_middleware import client_of
+from paceline_services.gateway.http.event_stream import EventStream, while_connected
+from paceline_services.gateway.http.http_body import JsonResponse, parse_body
+from paceline_services.gateway.http.http_metrics import SPAN
+from paceline_services.gateway.http.resumption import numbered, open_journal
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
-from paceline_services.gateway.openai.auth_middleware import client_of
-from paceline_services.gateway.openai.event_stream import EventStream, while_connected
-from paceline_services.gateway.openai.http_body import JsonResponse, parse_body
-from paceline_services.gateway.openai.http_metrics import SPAN
-from paceline_services.gateway.openai.request_trace import start_request_span, traced
-from paceline_services.gateway.openai.resumption import numbered, open_journal
+from paceline_services.gateway.request_trace import start_request_span, traced
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_generation import ResponseGeneration, build_response_request
 from paceline_services.gateway.responses.response_history import ResponseHistory

@@ -12,10 +12,10 @@ from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.logprobs import TokenSpelling, chat_log_probs
-from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_output import ResponseOutput
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.usage import RequestUsage
 
 Json = dict[str, Any]
 

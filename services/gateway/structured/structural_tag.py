@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline_services.gateway.structure_fields import (
+from paceline_services.gateway.structured.structure_fields import (
     ANY_OBJECT,
     GrammarText,
     Schema,

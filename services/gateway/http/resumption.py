@@ -10,16 +10,19 @@ from dataclasses import replace
 from fastapi import Request
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
+from paceline_services.gateway.http.auth_middleware import client_of
+from paceline_services.gateway.http.http_body import read_body
+from paceline_services.gateway.http.http_metrics import REQUEST_ID
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.journal import Journal, Journals
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.auth_middleware import client_of
-from paceline_services.gateway.openai.http_body import read_body
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID, REQUEST_ID_HEADER
-from paceline_services.gateway.openai.request_builder import LABELS_HEADER, SESSION_HEADER
-from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
+from paceline_services.gateway.request_headers import (
+    LABELS_HEADER,
+    LAST_EVENT_ID_HEADER,
+    REQUEST_ID_HEADER,
+    SESSION_HEADER,
+)
 
-LAST_EVENT_ID_HEADER = "last-event-id"
-"""The id of the last event that the client has, as browsers and their libraries send it when they reconnect."""
 EVENT_ID = re.compile(r"([0-9a-f]{32}):([0-9]{1,9})")
 """The request's id, and the event's number in its stream."""
 REQUEST_HEADERS = (LABELS_HEADER, SESSION_HEADER, REQUEST_ID_HEADER)

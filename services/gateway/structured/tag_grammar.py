@@ -10,7 +10,7 @@ from paceline.grammar.lark import json_part, regex_part
 from paceline.grammar.lark_rules import LarkRules
 from paceline.grammar.special_tokens import SpecialTokens, TextOrToken, lark_parts, merged
 from paceline.text import Tokenizer
-from paceline_services.gateway.structural_tag import (
+from paceline_services.gateway.structured.structural_tag import (
     AnyTextFormat,
     ConstStringFormat,
     Format,

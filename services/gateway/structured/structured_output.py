@@ -22,8 +22,8 @@ from paceline.grammar.grammar_checker import GrammarChecker
 from paceline.grammar.lark import WHITE_SPACE
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
-from paceline_services.gateway.structural_tag import StructuralFields, StructuralTag
-from paceline_services.gateway.structure_fields import (
+from paceline_services.gateway.structured.structural_tag import StructuralFields, StructuralTag
+from paceline_services.gateway.structured.structure_fields import (
     ANY_OBJECT,
     GrammarSource,
     GrammarText,
@@ -32,7 +32,7 @@ from paceline_services.gateway.structure_fields import (
     parsed,
     within_limit,
 )
-from paceline_services.gateway.tag_grammar import grammar_from_format
+from paceline_services.gateway.structured.tag_grammar import grammar_from_format
 
 MAX_WAITING_GRAMMARS = 32
 """Grammars that wait to be checked; more are refused. One may take a second, while all others wait."""

@@ -1,28 +1,26 @@
-"""The HTTP API: OpenAI's completions and models, vLLM's `/tokenize` and `/detokenize`, and the operators' routes."""
+"""The routes of OpenAI's completions and models, and of vLLM's `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CollectorRegistry
 from pydantic_core import from_json
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-import paceline
 from paceline.core.messages import Delta, GenerationRequest
-from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
-from paceline_services.gateway.auth import Authenticator
+from paceline_services.gateway.http.auth_middleware import client_of
+from paceline_services.gateway.http.event_stream import EventStream, while_connected
+from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
+from paceline_services.gateway.http.http_metrics import (
+    SPAN,
+)
+from paceline_services.gateway.http.resumption import numbered, open_journal
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.api_docs import add_api_docs
-from paceline_services.gateway.openai.auth_middleware import AuthMiddleware, client_of, error_response
 from paceline_services.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -32,63 +30,19 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeTextBody,
 )
 from paceline_services.gateway.openai.chat_prompt import encode_body
-from paceline_services.gateway.openai.event_stream import ClientGoneError, EventStream, while_connected
-from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.openai.http_metrics import (
-    CLIENT_CLOSED_REQUEST,
-    REQUEST_ID_HEADER,
-    SPAN,
-    HttpMetricsMiddleware,
-)
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
-from paceline_services.gateway.openai.operations import add_operations
 from paceline_services.gateway.openai.prompt_encoding import decode, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.openai.request_trace import start_request_span, traced
-from paceline_services.gateway.openai.resumption import numbered, open_journal
-from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
-from paceline_services.gateway.pages.demo_route import add_demo
-from paceline_services.gateway.pages.fleet_report import FleetReport
-from paceline_services.gateway.pages.static_files import add_pages
+from paceline_services.gateway.request_trace import start_request_span, traced
 from paceline_services.gateway.served_model import ServedModel
 
 
-def create_app(
-    models: ModelDirectory,
-    registry: CollectorRegistry,
-    authenticator: Authenticator,
-    report: FleetReport,
-    journals: Journals,
-    origins: Sequence[str] = (),
-    options: Mapping[str, Any] = MappingProxyType({}),
-    demo_socket: Path | None = None,
-) -> FastAPI:
-    """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says, `journals` has streams.
-
-    `origins`: sites whose pages may use it. `options`: what `/server_info` shows. `demo_socket`: the launcher's, in
-    demo mode.
-    """
-    app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(AuthMiddleware, models, authenticator, origins)
-    if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
-        )
-    app.add_middleware(HttpMetricsMiddleware, models.first.metrics)
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientGoneError, _client_gone)
-    app.add_exception_handler(Exception, _unexpected)
+def add_openai_routes(app: FastAPI, models: ModelDirectory, journals: Journals) -> None:
+    """Completions, chat completions, models, and tokens as vLLM has them."""
     _add_generation(app, models, journals, "/v1/completions", CompletionBody, CompletionResponse)
     _add_generation(app, models, journals, "/v1/chat/completions", ChatBody, ChatCompletionResponse)
     _add_models(app, models)
     _add_tokens(app, models)
-    add_operations(app, models, registry, report, options)
-    if demo_socket is not None:
-        add_demo(app, demo_socket)
-    add_pages(app, {"requires_key": authenticator.requires_key, "demo": demo_socket is not None})
-    add_api_docs(app)
-    return app
 
 
 def _add_generation(
@@ -179,25 +133,3 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
         "owned_by": "paceline",
         "max_model_len": model.max_model_len,
     }
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error, request.scope)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    invalid = InvalidRequestError(message, status=error.status_code, headers=error.headers)
-    return error_response(invalid, request.scope)
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    headers = {REQUEST_ID_HEADER: request.scope["state"][REQUEST_ID_HEADER]}
-    return error_response(ApiError("the gateway failed; its log says how", headers=headers), request.scope)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline_services.gateway.api_errors import ApiError, GenerationError
-from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 
 log = logging.getLogger(__name__)
 

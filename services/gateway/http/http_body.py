@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from paceline.core.messages import Delta, GenerationRequest
 from paceline_services.gateway.api_errors import CLOSE_CONNECTION, InvalidRequestError, OverloadedError
+from paceline_services.gateway.http.event_stream import ClientGoneError
+from paceline_services.gateway.http.server_sent_event import encode_json
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.event_stream import ClientGoneError
-from paceline_services.gateway.openai.server_sent_event import encode_json
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 

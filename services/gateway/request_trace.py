@@ -13,7 +13,7 @@ from contextlib import aclosing, contextmanager
 from paceline.core.messages import Delta, GenerationRequest, Timings, choices_of
 from paceline.telemetry.tracing import Attributes, AttributeValue, TraceSpan, Tracing, latency_attributes
 from paceline_services.gateway.api_errors import ApiError
-from paceline_services.gateway.openai.usage import RequestUsage
+from paceline_services.gateway.usage import RequestUsage
 
 PROVIDER = "paceline"
 MAX_INT = 2**63 - 1

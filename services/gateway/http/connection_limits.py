@@ -7,7 +7,7 @@ import socket
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from paceline_services.gateway.openai import event_stream
+from paceline_services.gateway.http import event_stream
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Largest request line with headers, and largest trailers, to within one read of the socket."""

@@ -12,12 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.auth import ApiClient, Authenticator, authorization_of
-from paceline_services.gateway.error_shape import error_body
+from paceline_services.gateway.http.connection_limits import OVER_CONNECTION_LIMIT
+from paceline_services.gateway.http.error_shape import error_body
+from paceline_services.gateway.http.http_metrics import CLIENT
+from paceline_services.gateway.http.server_sent_event import encode_json
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.connection_limits import OVER_CONNECTION_LIMIT
-from paceline_services.gateway.openai.http_metrics import CLIENT, REQUEST_ID_HEADER
-from paceline_services.gateway.openai.server_sent_event import encode_json
 from paceline_services.gateway.pages.static_files import page_paths
+from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
 
 ANY_ORIGIN = "*"
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ready", "/version"})
