@@ -37,6 +37,8 @@ from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import LimitedHttpProtocol
 from paceline_services.gateway.openai.http_app import create_app
 from paceline_services.gateway.pages.fleet_report import FleetReport
+from paceline_services.gateway.responses.background import BackgroundResponses
+from paceline_services.gateway.responses.response_generation import ResponseRequests
 from paceline_services.gateway.responses.response_history import ResponseHistory
 from paceline_services.gateway.responses.response_routes import add_responses
 from paceline_services.gateway.routing.fleet import open_fleet
@@ -147,7 +149,10 @@ async def running(
             settings.demo_socket,
         )
         add_messages_api(app, models, journals)
-        add_responses(app, models, ResponseHistory(store, enabled=settings.records.response_s > 0), journals)
+        history = ResponseHistory(store, enabled=settings.records.response_s > 0)
+        responses = ResponseRequests(models, history, journals)
+        background = await stack.enter_async_context(BackgroundResponses(responses, authenticator.client_named))
+        add_responses(app, responses, background)
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)
