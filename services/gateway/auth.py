@@ -168,6 +168,13 @@ class Authenticator:
             raise AuthenticationError(with_key=bool(authorization))
         return found
 
+    def client_named(self, name: str) -> ApiClient | None:
+        """The client with the key of this name, if there is one now."""
+        if self._path is None:
+            return ANONYMOUS
+        self._refresh(self._path)
+        return next((client for client in self._clients.values() if client.name == name), None)
+
     def _refresh(self, path: Path) -> None:
         """Read the file again if it has changed. An unreadable file changes nothing."""
         before, self._file_version = self._file_version, None

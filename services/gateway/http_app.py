@@ -24,34 +24,33 @@ from paceline_services.gateway.http.http_metrics import (
     HttpMetricsMiddleware,
 )
 from paceline_services.gateway.http.operations import add_operations
-from paceline_services.gateway.journal import Journals
-from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import add_api_docs
 from paceline_services.gateway.openai.openai_routes import add_openai_routes
 from paceline_services.gateway.pages.demo_route import add_demo
 from paceline_services.gateway.pages.fleet_report import FleetReport
 from paceline_services.gateway.pages.static_files import add_pages
 from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
-from paceline_services.gateway.responses.response_history import ResponseHistory
+from paceline_services.gateway.responses.background import BackgroundResponses
+from paceline_services.gateway.responses.response_generation import ResponseRequests
 from paceline_services.gateway.responses.response_routes import add_responses
 
 
 def create_app(
-    models: ModelDirectory,
     registry: CollectorRegistry,
     authenticator: Authenticator,
     report: FleetReport,
-    journals: Journals,
-    history: ResponseHistory,
+    responses: ResponseRequests,
+    background: BackgroundResponses,
     origins: Sequence[str] = (),
     options: Mapping[str, Any] = MappingProxyType({}),
     demo_socket: Path | None = None,
 ) -> FastAPI:
     """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says.
 
-    `journals`: of streams. `history`: the stored responses. `origins`: sites whose pages may use it. `options`: what
-    `/server_info` shows. `demo_socket`: the launcher's, in demo mode.
+    `origins`: sites whose pages may use it. `options`: what `/server_info` shows. `demo_socket`: the launcher's, in
+    demo mode.
     """
+    models, journals = responses.models, responses.journals
     app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(AuthMiddleware, models, authenticator, origins)
     if origins:
@@ -70,7 +69,7 @@ def create_app(
     add_pages(app, {"requires_key": authenticator.requires_key, "demo": demo_socket is not None})
     add_api_docs(app)
     add_messages_api(app, models, journals)
-    add_responses(app, models, history, journals)
+    add_responses(app, responses, background)
     return app
 
 

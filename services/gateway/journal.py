@@ -17,7 +17,7 @@ import time
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from hashlib import blake2b
@@ -26,6 +26,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from paceline.core.messages import Delta, GenerationRequest
+from paceline.output_processor import OutputProcessor
 from paceline.state.record_store import Append
 from paceline.state.state_errors import StateUnavailableError
 from paceline.state.state_store import StateStore
@@ -33,7 +34,7 @@ from paceline.v1 import target_pb2
 from paceline.wire.target_codec import decode_delta, encode_delta
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ApiClient
-from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.served_model import ServedModel, restore_text
 
 Json = dict[str, Any]
 Entry = Json | list[Any]
@@ -43,18 +44,20 @@ WRITE_S = 0.5
 """A stream that waits longer for Redis goes on without a journal."""
 MAX_JOURNAL_BYTES = 4 * 2**20
 """A request whose journal would be longer goes on without it."""
+HANDED_OVER_S = 0.001
+"""The lease of a request that any gateway may take over."""
+FOLLOW_S = 0.1
+"""How often a request that runs elsewhere is looked at."""
 LOST = 0
 """What an append returns if the journal is not kept, or cannot be reached."""
 
 
-class TakenOverError(ApiError):
-    """Another gateway, or another connection to this one, continues the request."""
+class StreamLeftError(ApiError):
+    """The stream ends here, but the request may go on elsewhere."""
 
     status = 409
+    type = "invalid_request_error"
     code = "resumed_elsewhere"
-
-    def __init__(self) -> None:
-        super().__init__("this stream was resumed by another connection")
 
 
 class Written(Enum):
@@ -108,7 +111,21 @@ class Journals:
         assert isinstance(entries[0], dict), "a journal begins with its request"
         request = dict(entries[0])
         body = request.pop("body").encode()
-        return Journal(self, client, request_id, body=body, position=1, kept=True, **request)
+        journal = Journal(self, client, request_id, body=body, position=1, kept=True, **request)
+        journal.length = len(entries)
+        return journal
+
+    async def unleased(self) -> list[Journal]:
+        """The journals whose lease has run out. Raises `StateUnavailableError` or `UnavailableError`."""
+        found = []
+        for client, request_id in await self._store.records.unleased() if self.enabled else ():
+            if (journal := await self.find(client, request_id)) is not None:
+                found.append(journal)
+            else:
+                await self.delete(client, request_id)
+        # Who takes a journal over after this appends to it: then it has more entries than were found here.
+        still = await self._store.records.unleased() if found else []
+        return [journal for journal in found if (journal.client, journal.id) in still]
 
     async def delete(self, client: str, request_id: str) -> None:
         """Forget a journal, unless Redis is away."""
@@ -154,6 +171,8 @@ class Journal:
     """Of the completions. "": they are not known yet."""
     position: int = 0
     """Entries that this gateway knows. 0: the request begins here."""
+    length: int = 0
+    """Entries that there were when the journal was found."""
     kept: bool = False
     """Whether all deltas so far are in the journal."""
     seen: int = 0
@@ -166,6 +185,7 @@ class Journal:
     _replaying: bool = False
     _numerics: dict[int, str] = field(default_factory=dict)
     """Of the target that drew the latest token, by completion."""
+    _appending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def event_id(self, number: int) -> str | None:
         """The id of an event of the stream, from 1; None: the events have no ids; "": they have none from here on."""
@@ -179,7 +199,7 @@ class Journal:
         """`ServedModel.generate_all`, with each delta in the journal before it comes out of here; and before them the
         deltas that are in the journal. A request that is not streamed has no journal.
 
-        Raises the error with which the request ended at another gateway, `TakenOverError`, or what `generate_all`
+        Raises the error with which the request ended at another gateway, `StreamLeftError`, or what `generate_all`
         raises.
         """
         self.kept = bool(self.position) or (streamed and self.journals.available)
@@ -197,7 +217,7 @@ class Journal:
                         self.now = int(time.time())
                         await self._append(self._entry(index, delta), model)
                     yield index, delta
-        except (RetryLaterError, TakenOverError):
+        except (RetryLaterError, StreamLeftError):
             raise
         except ApiError as error:
             if self.position and not self._replaying:
@@ -214,6 +234,63 @@ class Journal:
                 status=409,
             )
         self.digest = digest
+
+    async def followed(
+        self, model: ServedModel, requests: Sequence[GenerationRequest], *, wait: bool
+    ) -> AsyncGenerator[tuple[int, Delta]]:
+        """The deltas of a request that runs elsewhere, with their text; with `wait`, all until its end.
+
+        Raises the error with which the request ended, `StreamLeftError` or `UnavailableError`.
+        """
+        self.check(requests)
+        processors = [OutputProcessor(each, model.tokenizer) for each in requests]
+        running = len(requests)
+        while running:
+            unread = await self.journals.load(self.client, self.id, self.position - 1)
+            if not unread:
+                raise StreamLeftError("the stream is not kept any more", code="stream_not_found", status=404)
+            del unread[0]  # it is known
+            self.position += len(unread)
+            for entry in unread:
+                if isinstance(entry, list):
+                    index, delta = self._decoded(entry)
+                    restore_text(processors[index], delta)
+                    running -= delta.finish_reason is not None
+                    yield index, delta
+                elif "error" in entry:
+                    raise _restored_error(entry["error"])
+            if not wait:
+                return
+            await asyncio.sleep(FOLLOW_S if running else 0)
+
+    async def lease(self, seconds: float) -> bool:
+        """Own the request, which no client waits for, for so long from now and from each append on; 0: it has ended.
+
+        A new request is written down. Returns False if another gateway is faster, or the journal is not kept.
+        """
+        self.lease_s = seconds
+        self.position = max(self.position, self.length)
+        self.kept = await self._write({"owner": secrets.token_hex(8)}) is Written.YES
+        self.position = min(self.position, 1)  # `deltas` reads the others
+        self._replaying = True
+        return self.kept
+
+    async def hand_over(self) -> None:
+        """End the lease now: another gateway goes on."""
+        self.lease_s = HANDED_OVER_S
+        await self._write()
+
+    async def renew(self, model: ServedModel) -> None:
+        """Prolong the lease, and learn what other gateways ask for. Raises `StreamLeftError`."""
+        if not (self._replaying or self._appending.locked()):
+            await self._append(None, model)
+
+    async def cancel(self) -> None:
+        """Tell the request's owner to end it. Raises `UnavailableError`."""
+        while (written := await self._write({"cancel": True})) is Written.BEHIND:
+            await self._unread()
+        if written is Written.LOST:
+            raise _unavailable()
 
     async def _claimed(self, completions: int, model: ServedModel) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas in the journal. Unless all completions have ended there, the request is then this gateway's."""
@@ -235,18 +312,20 @@ class Journal:
                 self._replaying = False
                 return
 
-    async def _append(self, entry: Entry, model: ServedModel) -> None:
-        """Append as the owner, if the journal is kept. Raises `TakenOverError`."""
-        while self.kept and (written := await self._write(entry)) is not Written.YES:
-            unread: list[Entry] = []
-            if written is Written.BEHIND:
-                unread = await self._unread()
-            for each in unread:
-                assert isinstance(each, dict), "an owner's entry comes before its deltas"
-                if "owner" in each:
-                    raise TakenOverError
-                self._heed(each, model)
-            self.kept = bool(unread)
+    async def _append(self, entry: Entry | None, model: ServedModel) -> None:
+        """Append as the owner, if the journal is kept; None: nothing, only look. Raises `StreamLeftError`."""
+        entries = () if entry is None else (entry,)
+        async with self._appending:
+            while self.kept and (written := await self._write(*entries)) is not Written.YES:
+                unread: list[Entry] = []
+                with suppress(UnavailableError):
+                    unread = await self._unread() if written is Written.BEHIND else []
+                for each in unread:
+                    assert isinstance(each, dict), "an owner's entry comes before its deltas"
+                    if "owner" in each:
+                        raise StreamLeftError("this stream was resumed by another connection")
+                    self._heed(each, model)
+                self.kept = bool(unread)
 
     async def _unread(self) -> list[Entry]:
         """The entries that this gateway does not know. Raises `UnavailableError`."""

@@ -36,6 +36,8 @@ from paceline_services.gateway.http_app import create_app
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.pages.fleet_report import FleetReport
+from paceline_services.gateway.responses.background import BackgroundResponses
+from paceline_services.gateway.responses.response_generation import ResponseRequests
 from paceline_services.gateway.responses.response_history import ResponseHistory
 from paceline_services.gateway.routing.fleet import open_fleet
 from paceline_services.gateway.served_model import ServedModel
@@ -134,13 +136,15 @@ async def running(
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
         report = FleetReport(models, store, settings.worker_id)
         journals = Journals(store, enabled=settings.records.resumable_s > 0)
+        history = ResponseHistory(store, enabled=settings.records.response_s > 0)
+        responses = ResponseRequests(models, history, journals)
+        background = await stack.enter_async_context(BackgroundResponses(responses, authenticator.client_named))
         app = create_app(
-            models,
             registry,
             authenticator,
             report,
-            journals,
-            ResponseHistory(store, enabled=settings.records.response_s > 0),
+            responses,
+            background,
             settings.allow_origin,
             settings.public,
             settings.demo_socket,

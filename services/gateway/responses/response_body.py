@@ -199,9 +199,9 @@ class ResponseBody(ChatFieldsPassedOn):
     store: Annotated[bool | None, Field(description="keep the response, for previous_response_id")] = None
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
+    background: Annotated[bool | None, Field(description="answer at once; the response is read later")] = None
 
     client_metadata: Unused = None
-    background: Unsupported = None
     conversation: Unsupported = None
     context_management: Unsupported = None
     moderation: Unsupported = None
@@ -212,6 +212,12 @@ class ResponseBody(ChatFieldsPassedOn):
     safety_identifier: Annotated[str | None, UNUSED] = None
     service_tier: Unused = None
     user: Annotated[str | None, UNUSED] = None
+
+    @model_validator(mode="after")
+    def _kept_in_background(self) -> ResponseBody:
+        if self.background and not self.to_be_kept:
+            raise InvalidRequestError("background: it takes store: true", param="background")
+        return self
 
     @property
     def to_be_kept(self) -> bool:

@@ -44,12 +44,12 @@ class ResponseHistory:
     def __init__(self, store: StateStore, *, enabled: bool) -> None:
         """`enabled`: whether responses are kept; otherwise none is found."""
         self._store = store
-        self._enabled = enabled
+        self.enabled = enabled
 
     @property
     def keeps(self) -> bool:
         """Whether a response would be kept now."""
-        return self._enabled and not self._store.presence.unavailable
+        return self.enabled and not self._store.presence.unavailable
 
     async def save(self, client: str, stored: StoredResponse) -> bool:
         """Keep a response. Returns False if it is not kept: Redis is away, or the record is too long."""
@@ -63,7 +63,7 @@ class ResponseHistory:
     async def load(self, client: str, response_id: str, param: str = "response_id") -> StoredResponse:
         """`param`: the field that names the response. Raises `InvalidRequestError` (404) or `UnavailableError`."""
         try:
-            entries = await self._store.records.load(client, response_id) if self._enabled else []
+            entries = await self._store.records.load(client, response_id) if self.enabled else []
         except StateUnavailableError as error:
             raise _unavailable() from error
         if not entries:
@@ -85,14 +85,14 @@ class ResponseHistory:
     async def delete(self, client: str, response_id: str) -> None:
         """Raises as `load`."""
         try:
-            deleted = self._enabled and await self._store.records.delete(client, response_id)
+            deleted = self.enabled and await self._store.records.delete(client, response_id)
         except StateUnavailableError as error:
             raise _unavailable() from error
         if not deleted:
             raise self._not_found(response_id, "response_id")
 
     def _not_found(self, response_id: str, param: str) -> InvalidRequestError:
-        why = "it was not stored, or is not any more" if self._enabled else "this server stores no responses"
+        why = "it was not stored, or is not any more" if self.enabled else "this server stores no responses"
         message = f"{param}: no response {response_id[:MAX_ECHOED]!r} is found: {why}"
         code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
         return InvalidRequestError(message, param=param, code=code, status=404)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, RetryLaterError
+from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
-from paceline_services.gateway.http.http_body import JsonResponse, parse_body
+from paceline_services.gateway.http.http_body import JsonResponse
 from paceline_services.gateway.http.http_metrics import SPAN
 from paceline_services.gateway.http.resumption import numbered, open_journal
-from paceline_services.gateway.journal import Journals
-from paceline_services.gateway.model_directory import ModelDirectory
+from paceline_services.gateway.journal import StreamLeftError
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.request_trace import start_request_span, traced
+from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.response_body import ResponseBody
-from paceline_services.gateway.responses.response_generation import ResponseGeneration, build_response_request
-from paceline_services.gateway.responses.response_history import ResponseHistory
-from paceline_services.gateway.responses.running_response import RunningResponse
+from paceline_services.gateway.responses.response_generation import ResponseGeneration, ResponseRequests
 
 Json = dict[str, Any]
 
@@ -41,66 +42,75 @@ class ItemsQuery(BaseModel):
     order: Literal["asc", "desc"] = "desc"
 
 
-def add_responses(app: FastAPI, models: ModelDirectory, history: ResponseHistory, journals: Journals) -> None:
+def add_responses(app: FastAPI, requests: ResponseRequests, background: BackgroundResponses) -> None:
     """Add the routes, and their description."""
-    running: dict[tuple[str, str], RunningResponse] = {}
-    _add_creation(app, models, history, journals, running)
-    _add_stored_responses(app, models, history, running)
+    _add_creation(app, requests, background)
+    _add_stored_responses(app, requests)
     describe(app, DOCS)
 
 
-def _add_creation(
-    app: FastAPI,
-    models: ModelDirectory,
-    history: ResponseHistory,
-    journals: Journals,
-    running: dict[tuple[str, str], RunningResponse],
-) -> None:
+def _add_creation(app: FastAPI, requests: ResponseRequests, background: BackgroundResponses) -> None:
     @app.post(COLLECTION, name="responses")
     async def create(request: Request) -> Response:
+        models = requests.models
         models.check_capacity()
         state = request.scope["state"]
         span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=True)
-        journal = await open_journal(request, models, journals)
-        body = parse_body(journal.body, ResponseBody)
-        model, client = models.model(body.model), client_of(request)
-        items = [*await history.conversation(client.name, body.previous_response_id), *body.input]
-        chat, generation = await build_response_request(body, items, model, journal.id, client, journal.headers, span)
-        kept = body.to_be_kept and history.keeps
-        response = RunningResponse(body, chat, generation, model, journal.created, lambda: journal.now, kept=kept)
-        output = journal.deltas(model, [generation], client, streamed=bool(body.stream))
-        deltas = traced(span, model.model, [generation], output, streamed=bool(body.stream))
-        made = ResponseGeneration(response, deltas, client, items, history, running)
-        if body.stream:
-            return EventStream(numbered(journal, made.events()), closing=b"", error=made.error_event)
-        return JsonResponse(await while_connected(request.receive, made.whole()))
+        journal = await open_journal(request, models, requests.journals)
+        made = await requests.prepare(journal, client_of(request), span)
+        streamed = bool(made.body.stream)
+        if made.body.background:
+            if not journal.position:
+                await background.begin(journal, made)
+            if streamed:
+                return await _followed(requests, journal.id, client_of(request), journal.seen)
+            return JsonResponse(made.response.as_json("queued"))
+        output = journal.deltas(made.model, [made.request], made.client, streamed=streamed)
+        deltas = traced(span, made.model.model, [made.request], output, streamed=streamed)
+        if streamed:
+            return EventStream(numbered(journal, made.events(deltas)), closing=b"", error=made.error_event)
+        return JsonResponse(await while_connected(request.receive, made.whole(deltas)))
 
 
-def _add_stored_responses(
-    app: FastAPI, models: ModelDirectory, history: ResponseHistory, running: dict[tuple[str, str], RunningResponse]
-) -> None:
+def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
+    history, journals = requests.history, requests.journals
+
     @app.get(ONE)
     async def retrieve(request: Request, response_id: str) -> Response:
+        client = client_of(request)
         if request.query_params.get("stream") == "true":
-            raise InvalidRequestError("stream: a response that exists is not streamed again", param="stream")
-        client = client_of(request).name
-        if (response := running.get((client, response_id))) is not None:
+            after = request.query_params.get("starting_after", "-1")
+            return await _followed(requests, _request_id(response_id), client, _event_number(after))
+        if (response := requests.running.get((client.name, response_id))) is not None:
             return JsonResponse(response.as_json())
-        return JsonResponse((await history.load(client, response_id)).response)
+        try:
+            return JsonResponse((await history.load(client.name, response_id)).response)
+        except InvalidRequestError:
+            if (made := await _so_far(requests, response_id, client)) is None:
+                raise
+            return JsonResponse(made.response.as_json())
 
     @app.delete(ONE)
     async def delete(request: Request, response_id: str) -> Response:
-        await history.delete(client_of(request).name, response_id)
+        client = client_of(request).name
+        await history.delete(client, response_id)
+        await journals.delete(client, _request_id(response_id))
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.post(ONE + "/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
-        """Ends a response that runs at this gateway. Its own request is answered with what was generated, too."""
-        client = client_of(request).name
-        response = running.get((client, response_id))
-        if response is not None and models.abort(client, response_id):
+        """Ends a response that runs here, or in the background at any gateway."""
+        client = client_of(request)
+        response = requests.running.get((client.name, response_id))
+        if response is not None and requests.models.abort(client.name, response_id):
             return JsonResponse(response.as_json("cancelled"))
-        stored = (await history.load(client, response_id)).response
+        made = await _so_far(requests, response_id, client)
+        if made is not None and not made.response.ended:
+            journal = await journals.find(client.name, _request_id(response_id))
+            if journal is not None:
+                await journal.cancel()
+                return JsonResponse(made.response.as_json("cancelled"))
+        stored = (await history.load(client.name, response_id)).response
         if stored["status"] != "cancelled":
             message = f"response_id: the response has ended ({stored['status']}): it cannot be cancelled"
             raise InvalidRequestError(message, param="response_id")
@@ -111,6 +121,55 @@ def _add_stored_responses(
         query = _items_query(request)
         items = (await history.load(client_of(request).name, response_id)).items
         return JsonResponse(_page(items, query))
+
+
+async def _so_far(requests: ResponseRequests, response_id: str, client: ApiClient) -> ResponseGeneration | None:
+    """What the journal has of a response in the background. Raises `UnavailableError`."""
+    journal = await requests.journals.find(client.name, _request_id(response_id))
+    if journal is None or journal.path != COLLECTION:
+        return None
+    made = await requests.prepare(journal, client)
+    if not made.body.background:
+        return None
+    deltas = journal.followed(made.model, [made.request], wait=False)
+    try:
+        async with aclosing(made.events_elsewhere(deltas)) as events:
+            async for _ in events:
+                pass
+    except (RetryLaterError, StreamLeftError):
+        raise
+    except ApiError as error:  # before the first delta
+        for _ in made.response.fail(error):
+            pass
+    return made
+
+
+async def _followed(requests: ResponseRequests, request_id: str, client: ApiClient, seen: int) -> Response:
+    """The stream of a response in the background after the events seen, wherever it runs.
+
+    Raises `InvalidRequestError` or `UnavailableError`.
+    """
+    journal = await requests.journals.find(client.name, request_id)
+    if journal is None or journal.path != COLLECTION:
+        message = f"response_id: no stream of the response {request_id[:MAX_ECHOED]!r} is kept (any more)"
+        raise InvalidRequestError(message, param="response_id", code="stream_not_found", status=404)
+    made = await requests.prepare(journal, client)
+    if not made.body.background:
+        raise InvalidRequestError("stream: only a response with background is streamed again", param="stream")
+    journal.seen = seen
+    deltas = journal.followed(made.model, [made.request], wait=True)
+    return EventStream(numbered(journal, made.events_elsewhere(deltas)), closing=b"", error=made.error_event)
+
+
+def _request_id(response_id: str) -> str:
+    return response_id.removeprefix("resp_")
+
+
+def _event_number(sequence_number: str) -> int:
+    """Events up to the one with this number. Raises `InvalidRequestError`."""
+    if not re.fullmatch(r"-1|[0-9]{1,9}", sequence_number):
+        raise InvalidRequestError("starting_after: must be a sequence_number", param="starting_after")
+    return int(sequence_number) + 1
 
 
 def _items_query(request: Request) -> ItemsQuery:
@@ -143,7 +202,7 @@ RESPONSE = object_of(
     id=TEXT,
     object=TEXT,
     created_at=NUMBER,
-    status={"enum": ["in_progress", "completed", "incomplete", "cancelled", "failed"]},
+    status={"enum": ["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]},
     model=TEXT,
     output=list_of({"type": "object"}),
     usage={"type": ["object", "null"]},
@@ -153,9 +212,9 @@ OR_NULL: Json = {"type": ["string", "null"]}
 DOCS = ApiDescription(
     routes={
         ("post", COLLECTION): ((ResponseBody,), "Response", "Answer, with tools, reasoning and stored conversations."),
-        ("get", ONE): ((), "Response", "A response that runs here, or is stored."),
+        ("get", ONE): ((), "Response", "A response that is stored, or runs here or in the background."),
         ("delete", ONE): ((), "DeletedResponse", "Forget a stored response."),
-        ("post", ONE + "/cancel"): ((), "Response", "End a response that runs at this gateway."),
+        ("post", ONE + "/cancel"): ((), "Response", "End a response that runs here or in the background."),
         ("get", ONE + "/input_items"): ((), "InputItems", "The items that a stored response continued."),
     },
     schemas={
@@ -171,7 +230,10 @@ DOCS = ApiDescription(
     },
     streams=(COLLECTION,),
     parameters={
-        ("get", ONE): [{"name": "stream", "in": "query", "required": False, "schema": {"type": "boolean"}}],
+        ("get", ONE): [
+            {"name": name, "in": "query", "required": False, "schema": {"type": kind}}
+            for name, kind in (("stream", "boolean"), ("starting_after", "integer"))
+        ],
         ("get", ONE + "/input_items"): [
             {"name": name, "in": "query", "required": False, "schema": schema}
             for name, schema in ItemsQuery.model_json_schema()["properties"].items()

@@ -63,7 +63,7 @@ class RunningResponse:
     def as_json(self, status: str | None = None) -> Json:
         """The response so far. `status`: to be shown in place of the present one."""
         status = status or self.status
-        ended, sampling = self.status != "in_progress", self._request.sampling
+        ended, sampling = self.ended, self._request.sampling
         response = {
             "id": self.id,
             "object": "response",
@@ -83,6 +83,10 @@ class RunningResponse:
         if self._body.speculation_stats and ended:
             response |= {"speculation": self._usage.speculation(), "timings": self._usage.timings()}
         return response
+
+    @property
+    def ended(self) -> bool:
+        return self.status != "in_progress"
 
     def opening(self) -> list[Json]:
         """The events before the first item."""
@@ -151,7 +155,7 @@ def settings_json(body: ResponseBody) -> Json:
     objects = {"tools", "tool_choice", "text", "reasoning"}
     shown = body.model_dump(mode="json", include=objects, by_alias=True, exclude_unset=True, exclude_none=True)
     return {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,

@@ -1,0 +1,96 @@
+"""Responses that run without a client (`background`): each has one gateway at a time, and outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+
+from paceline.state.periodic_task import PeriodicTask
+from paceline.state.state_errors import StateUnavailableError
+from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
+from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.journal import Journal, StreamLeftError
+from paceline_services.gateway.responses.response_generation import ResponseGeneration, ResponseRequests
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 5.0
+"""After a gateway was silent for so long, another one goes on with its responses."""
+
+
+class BackgroundResponses(PeriodicTask):
+    """The responses that this gateway generates in the background. Takes over those of gateways that are gone."""
+
+    interval_s = 1.0
+
+    def __init__(self, requests: ResponseRequests, client_named: Callable[[str], ApiClient | None]) -> None:
+        """`client_named`: the client with this API key, if the key is still valid."""
+        self._requests = requests
+        self._client_named = client_named
+        self._running: dict[asyncio.Task[None], tuple[Journal, ResponseGeneration]] = {}
+
+    async def begin(self, journal: Journal, made: ResponseGeneration) -> None:
+        """Generate a new response. Raises `InvalidRequestError` or `UnavailableError` if it cannot be kept."""
+        if not (self._requests.journals.enabled and self._requests.history.enabled):
+            raise InvalidRequestError("background: this server keeps no responses or streams", param="background")
+        journal.check([made.request])
+        if not await journal.lease(LEASE_S):
+            raise UnavailableError("background: it takes Redis, which does not answer; try again soon")
+        self._start(journal, made)
+
+    async def run_once(self) -> None:
+        """Prolong the leases, and take over what nobody runs."""
+        for task, (journal, made) in list(self._running.items()):
+            try:
+                await journal.renew(made.model)
+            except StreamLeftError:  # this gateway was silent for too long
+                task.cancel()
+        with suppress(StateUnavailableError, UnavailableError):
+            for journal in await self._requests.journals.unleased():
+                await self._take_over(journal)
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Leave what runs to other gateways."""
+        await super().__aexit__(*exc)
+        left = dict(self._running)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for journal, _ in left.values():
+            await journal.hand_over()
+
+    async def _take_over(self, journal: Journal) -> None:
+        client = self._client_named(journal.client)
+        if client is None:
+            await self._requests.journals.delete(journal.client, journal.id)
+            return
+        if await journal.lease(LEASE_S):
+            log.info("response resp_%s goes on here", journal.id)
+            try:
+                self._start(journal, await self._requests.prepare(journal, client))
+            except ApiError as error:
+                log.warning("response resp_%s cannot go on here: %s", journal.id, error)
+
+    def _start(self, journal: Journal, made: ResponseGeneration) -> None:
+        task = asyncio.create_task(self._generate(journal, made), name=f"background resp_{journal.id}")
+        self._running[task] = journal, made
+        task.add_done_callback(self._running.pop)
+
+    async def _generate(self, journal: Journal, made: ResponseGeneration) -> None:
+        """Generate a response to its end. Its lease runs out if another gateway should try."""
+        deltas = journal.deltas(made.model, [made.request], made.client, streamed=True)
+        try:
+            async with aclosing(made.events(deltas)) as events:
+                async for _ in events:
+                    pass
+        except (RetryLaterError, StreamLeftError) as error:
+            log.warning("response resp_%s does not end here: %s", journal.id, error)
+            return
+        except ApiError as error:  # before the first token
+            log.warning("response resp_%s failed: %s", journal.id, error)
+        except Exception:
+            log.exception("response resp_%s does not end here", journal.id)
+            return
+        await journal.lease(0.0)
