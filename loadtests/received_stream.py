@@ -25,6 +25,8 @@ class ReceivedStream(HttpCompletion):
     """Time and number of tokens of each chunk that carried tokens."""
     last_id: str = ""
     """The id of the latest event; "": it has none, so that the stream cannot be resumed."""
+    _next_id: str = ""
+    """The id of the event whose data comes next."""
     complete: bool = False
     error: str = ""
 
@@ -33,7 +35,7 @@ class ReceivedStream(HttpCompletion):
         if not line:
             return
         if line.startswith("id:"):
-            self.last_id = line.removeprefix("id:").strip()
+            self._next_id = line.removeprefix("id:").strip()
             return
         if line == "data: [DONE]":
             self.complete = True
@@ -45,6 +47,7 @@ class ReceivedStream(HttpCompletion):
         if "error" in chunk:
             raise StreamError(str(chunk["error"]["message"]))
         self.add_chunk(chunk, when)
+        self.last_id = self._next_id
 
     def add_chunk(self, chunk: Mapping[str, Any], when: float = 0.0) -> None:
         """Add one chunk of the HTTP API, received at `when`."""

@@ -97,9 +97,15 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Receiv
 
 
 @asynccontextmanager
-async def opened(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[AsyncIterator[str]]:
-    """The lines of the event stream. Raises `UnexpectedAnswerError` or httpx's errors."""
-    async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+async def opened(
+    http: httpx.AsyncClient, url: str, body: dict[str, Any], last_id: str = ""
+) -> AsyncIterator[AsyncIterator[str]]:
+    """The lines of the event stream; those after the event with `last_id`, if it is given.
+
+    Raises `UnexpectedAnswerError` or httpx's errors.
+    """
+    headers = {"last-event-id": last_id} if last_id else {}
+    async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
         if not response.is_success:
             raise UnexpectedAnswerError(response, (await response.aread()).decode(errors="replace"))
         yield response.aiter_lines()

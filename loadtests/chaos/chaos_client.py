@@ -19,6 +19,9 @@ REQUEST_S = 240.0
 """Time limit of a request with all its retries; beyond it the request is an error."""
 RETRY_DELAY_S = 0.2
 BUSY = (429, 503)
+NOT_FOUND = 404
+LEAVE_SHARE = 0.002
+"""The share of a stream's lines after which the client leaves, to resume at another gateway."""
 
 
 @dataclass(slots=True)
@@ -34,33 +37,34 @@ class ChaosClient:
             await self.request(self.random.choice(cases))
 
     async def request(self, case: ChaosCase) -> None:
-        """Try the gateways in turn until one answers."""
+        """Try the gateways in turn until one answers to the end."""
         urls = list(self.stack.urls.values())
         turn = self.random.randrange(len(urls))
-        last = ReceivedStream()
+        got = ReceivedStream()
         try:
             async with asyncio.timeout(REQUEST_S):
-                while not await self._attempt(case, urls[turn % len(urls)], last := ReceivedStream()):
+                while not await self._attempt(case, urls[turn % len(urls)], got):
                     turn += 1
+                    if not got.last_id:
+                        got = ReceivedStream()
         except TimeoutError:
-            self.report.record_error(case, last, f"no answer within {REQUEST_S:g} s")
+            self.report.record_error(case, got, f"no answer within {REQUEST_S:g} s")
 
     async def _attempt(self, case: ChaosCase, url: str, got: ReceivedStream) -> bool:
-        """Send the request once, filling `got`. False: try again."""
+        """Send the request once, or resume it after what `got` has. False: try again."""
         clock = asyncio.get_running_loop().time
-        began = clock()
+        began, resumed = clock(), bool(got.last_id)
         try:
-            async with opened(self.http, url, case.body) as lines:
+            async with opened(self.http, url, case.body, got.last_id) as lines:
+                self.report.resumed += resumed
                 async for line in lines:
                     got.feed(line)
+                    if got.last_id and self.random.random() < LEAVE_SHARE:
+                        self.report.left += 1
+                        return False
             got.require_end()
         except UnexpectedAnswerError as error:
-            if error.status not in BUSY:
-                self.report.record_error(case, got, str(error))
-                return True
-            self.report.refused += 1
-            await asyncio.sleep(min(error.retry_after_s, 1.0))
-            return False
+            return await self._refused(case, got, error)
         except httpx.TransportError as error:
             return await self._connection_lost(case, url, got, began, error)
         except StreamError as error:
@@ -68,6 +72,19 @@ class ChaosClient:
             return True
         self.report.record_finished(case, got)
         return True
+
+    async def _refused(self, case: ChaosCase, got: ReceivedStream, error: UnexpectedAnswerError) -> bool:
+        """An answer other than 200. What Redis has lost with its memory begins again."""
+        if error.status == NOT_FOUND and got.last_id:
+            self.report.record_restart(case, got)
+            got.last_id = ""
+            return False
+        if error.status not in BUSY:
+            self.report.record_error(case, got, str(error))
+            return True
+        self.report.refused += 1
+        await asyncio.sleep(min(error.retry_after_s, 1.0))
+        return False
 
     async def _connection_lost(
         self, case: ChaosCase, url: str, got: ReceivedStream, began: float, error: httpx.TransportError

@@ -19,18 +19,25 @@ MAX_LOGGED = 20
 
 @dataclass(slots=True)
 class ChaosReport:
-    """`errors`, `changed_outputs`, `lost_tokens` and `unsettled` must stay zero; the rest says how much was tried.
+    """`errors`, `changed_outputs`, `lost_tokens`, `doubled_tokens` and `unsettled` must stay zero; the rest says how
+    much was tried.
 
-    A request ends once, whole or with an error. `retries` counts connections that broke with their gateway, `refused`
-    responses 429 and 503 while nothing could serve; the client tries again after both.
+    A request ends once, whole or with an error. `retries` counts connections that broke with their gateway, `left`
+    those that their client broke, `refused` responses 429 and 503 while nothing could serve; the client tries again
+    after all of them. If its stream has ids, it resumes: `resumed` counts the streams that went on so, `restarts` those
+    whose journal Redis had lost.
     """
 
     requests: int = 0
     errors: int = 0
     changed_outputs: int = 0
     lost_tokens: int = 0
+    doubled_tokens: int = 0
     tokens: int = 0
     retries: int = 0
+    left: int = 0
+    resumed: int = 0
+    restarts: int = 0
     refused: int = 0
     replays: int = 0
     """Requests that moved from one target to another, as last reported by each gateway process."""
@@ -43,6 +50,7 @@ class ChaosReport:
         self.requests += 1
         self.tokens += len(got.tokens)
         self.lost_tokens += max(0, len(case.expected.tokens) - len(got.tokens))
+        self.doubled_tokens += max(0, len(got.tokens) - len(case.expected.tokens))
         if not same_answer(got, case.expected):
             self.changed_outputs += 1
             self._log_failure(f"{case.name}: expected {case.expected}, got {got}")
@@ -50,6 +58,14 @@ class ChaosReport:
     def record_retry(self, case: ChaosCase, got: ReceivedStream) -> None:
         """Count a stream that broke with its gateway; the client tries again. What it received must still be right."""
         self.retries += 1
+        self._check_prefix(case, got)
+
+    def record_restart(self, case: ChaosCase, got: ReceivedStream) -> None:
+        """Count a stream that cannot be resumed; the client begins again."""
+        self.restarts += 1
+        self._check_prefix(case, got)
+
+    def _check_prefix(self, case: ChaosCase, got: ReceivedStream) -> None:
         if not is_prefix(got, case.expected):
             self.changed_outputs += 1
             self._log_failure(f"{case.name}: expected {case.expected}, got a prefix {got}")
@@ -74,7 +90,7 @@ class ChaosReport:
 
     @property
     def clean(self) -> bool:
-        return not (self.errors or self.changed_outputs or self.lost_tokens or self.unsettled)
+        return not (self.errors or self.changed_outputs or self.lost_tokens or self.doubled_tokens or self.unsettled)
 
     def summary(self) -> dict[str, Any]:
         """For JSON. `kills`: processes ended by a signal; `stops`: processes halted; `blows`: faults by kind."""
@@ -84,11 +100,15 @@ class ChaosReport:
             "errors": self.errors,
             "changed_outputs": self.changed_outputs,
             "lost_tokens": self.lost_tokens,
+            "doubled_tokens": self.doubled_tokens,
+            "resumed": self.resumed,
             "kills": self.faults.total() - stops,
             "stops": stops,
             "unsettled": self.unsettled,
             "tokens": self.tokens,
             "gateway_retries": self.retries,
+            "clients_left": self.left,
+            "restarts": self.restarts,
             "refused": self.refused,
             "replays": self.replays,
             "blows": dict(sorted(self.faults.items())),

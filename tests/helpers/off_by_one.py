@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from paceline.core.messages import Delta, GenerationRequest
+from paceline.telemetry.tracing import TraceSpan
 from paceline_services.gateway.__main__ import main
 from paceline_services.gateway.failover import FailoverRequest
 from paceline_services.gateway.routing.target_connection import TargetConnection
@@ -16,12 +17,16 @@ right = FailoverRequest._run_on
 
 
 async def wrong(
-    self: FailoverRequest, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int]
+    self: FailoverRequest,
+    target: TargetConnection,
+    request: GenerationRequest,
+    blocks: Sequence[int],
+    span: TraceSpan,
 ) -> AsyncGenerator[Delta]:
     if request.committed:
         sampling = request.sampling
         request = replace(request, sampling=sampling.model_copy(update={"seed": sampling.seed + 1}))
-    async with aclosing(right(self, target, request, blocks)) as deltas:
+    async with aclosing(right(self, target, request, blocks, span)) as deltas:
         async for delta in deltas:
             yield delta
 

@@ -1,0 +1,203 @@
+"""Responses in the background: answered at once, read, followed and cancelled at any gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from paceline.api_keys import ApiKey, KeyFile, digest, write
+from paceline.core.messages import GenerationRequest
+from paceline.state import RecordLimits
+from paceline.state.embedded_redis import EmbeddedRedis
+from paceline_services.gateway.responses import background
+from tests.helpers.openai_stack import MODEL, FailsAfter, Stack, counts, open_stack, text_script
+from tests.helpers.waiting import eventually, until
+
+RESPONSES = "/v1/responses"
+TEXT = "json.dumps makes a str of an object"
+
+
+@asynccontextmanager
+async def open_pair(**settings: Any) -> AsyncIterator[tuple[Stack, Stack, EmbeddedRedis]]:
+    """Two gateways with one Redis."""
+    script = text_script(TEXT)
+    with EmbeddedRedis() as redis:
+        async with (
+            open_stack(script, redis_url=redis.url, burst=1, **settings) as first,
+            open_stack(script, redis_url=redis.url, burst=1, **settings) as second,
+        ):
+            yield first, second, redis
+
+
+async def begin(stack: Stack, **fields: Any) -> Any:
+    return await stack.client.responses.create(model=MODEL, input="x", background=True, **fields)
+
+
+async def ended(stack: Stack, response_id: str) -> Any:
+    """The response when it is no longer under way."""
+
+    async def over() -> bool:
+        return (await stack.client.responses.retrieve(response_id)).status not in ("queued", "in_progress")
+
+    await eventually(over)
+    return await stack.client.responses.retrieve(response_id)
+
+
+async def followed(stack: Stack, response_id: str, after: int | None = None) -> list[dict[str, Any]]:
+    """All events of the stream, after the one with this number."""
+    query = {"stream": "true"} | ({} if after is None else {"starting_after": str(after)})
+    answer = await stack.http.get(f"{RESPONSES}/{response_id}", params=query)
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line.startswith("data: ")]
+
+
+async def test_a_response_is_answered_at_once_and_read_at_any_gateway() -> None:
+    async with open_pair() as (first, second, _):
+        first.decoder.gate.clear()
+        second.decoder.gate.clear()
+        response = await begin(first)
+        assert (response.status, response.background, response.output) == ("queued", True, [])
+        assert (await first.client.responses.retrieve(response.id)).status == "in_progress"
+        assert (await second.client.responses.retrieve(response.id)).status in ("queued", "in_progress")
+        for each in (first, second):
+            each.decoder.gate.set()
+        done = await ended(second, response.id)
+        assert (done.status, done.output_text) == ("completed", TEXT)
+        assert done == await first.client.responses.retrieve(response.id)
+        assert len(first.decoder.requests) + len(second.decoder.requests) == 1
+        follow_up = await second.client.responses.create(model=MODEL, input="more", previous_response_id=response.id)
+        assert follow_up.status == "completed"
+
+
+async def test_the_stream_of_a_running_response_is_followed_from_any_event_on() -> None:
+    """At both gateways and more than once; a client that leaves disturbs nobody."""
+    async with open_pair() as (first, second, _):
+        for each in (first, second):
+            each.decoder.hold_after = 4
+        response = await begin(first)
+        await until(lambda: not (first.decoder.gate.is_set() and second.decoder.gate.is_set()))
+        async with asyncio.TaskGroup() as tasks:
+            following = [tasks.create_task(followed(each, response.id)) for each in (first, second)]
+            leaving = tasks.create_task(followed(first, response.id))
+            await asyncio.sleep(0.3)
+            leaving.cancel()
+            for each in (first, second):
+                each.decoder.gate.set()
+        events = following[0].result()
+        assert following[1].result() == events
+        assert [each["sequence_number"] for each in events] == list(range(len(events)))
+        assert (events[-1]["type"], events[-1]["response"]["store"]) == ("response.completed", True)
+        assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == TEXT
+        for number in range(len(events)):
+            assert await followed(second, response.id, number) == events[number + 1 :]
+        assert (await ended(first, response.id)).model_dump()["output"][0]["id"] == events[-2]["item"]["id"]
+
+
+async def test_a_stream_begun_with_the_response_is_resumed_by_its_ids() -> None:
+    async with open_pair() as (first, second, _):
+        body = {"input": "x", "background": True, "stream": True}
+        whole = (await first.http.post(RESPONSES, json=body)).text.split("\n\n")
+        assert whole[0].startswith("id: ")
+        last = whole[2].split("\n")[0].removeprefix("id: ")
+        rest = await second.http.post(RESPONSES, headers={"last-event-id": last})
+        assert rest.text.split("\n\n") == whole[3:]
+        assert len(first.decoder.requests) + len(second.decoder.requests) == 1
+
+
+async def test_a_response_is_cancelled_at_another_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it waits for its first token, and later."""
+    for deltas in (0, 3):
+        async with open_pair() as (first, second, _):
+            for each in (first, second):
+                each.decoder.hold_after = deltas or None
+                if not deltas:
+                    each.decoder.gate.clear()
+            response = await begin(first)
+            await until(lambda f=first, s=second: sum(f.served) + sum(s.served))  # type: ignore[misc]
+            await until(lambda f=first, s=second: not (f.decoder.gate.is_set() and s.decoder.gate.is_set()))  # type: ignore[misc]
+            assert (await second.client.responses.cancel(response.id)).status == "cancelled"
+            done = await ended(second, response.id)
+            assert done.status == "cancelled"
+            assert done.usage.output_tokens == deltas
+            assert TEXT.startswith(done.output_text)
+            assert (await first.client.responses.cancel(response.id)).status == "cancelled"
+            await first.idle()
+
+
+async def test_a_gateway_that_stops_leaves_its_responses_to_others() -> None:
+    with EmbeddedRedis() as redis:
+        async with open_stack(text_script(TEXT), redis_url=redis.url, burst=1) as second:
+            async with open_stack(text_script(TEXT), redis_url=redis.url, burst=1) as first:
+                second.decoder.gate.clear()
+                first.decoder.gate.clear()
+                first.models.capacity.release(0)
+                response = await begin(first)
+                await until(lambda: sum(first.served) + sum(second.served))
+            second.decoder.gate.set()
+            done = await ended(second, response.id)
+            assert (done.status, done.output_text) == ("completed", TEXT)
+
+
+async def test_a_gateway_that_was_silent_loses_its_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one has gone on; the first one cancels, and neither's tokens are doubled."""
+    async with open_pair() as (first, second, _):
+        for each in (first, second):
+            each.decoder.hold_after = 3
+        with monkeypatch.context() as silent:
+            silent.setattr(background, "LEASE_S", 0.2)
+            response = await begin(first)
+            await until(lambda: sum(first.served) + sum(second.served) > 1)
+        for each in (first, second):
+            each.decoder.hold_after = None
+            each.decoder.gate.set()
+        done = await ended(second, response.id)
+        assert (done.status, done.output_text) == ("completed", TEXT)
+
+
+async def test_a_failed_response_says_so_as_long_as_its_stream_is_kept() -> None:
+    def failing(request: GenerationRequest) -> list[int]:
+        raise FailsAfter("out of slots", list(counts(request)[:3]))
+
+    async with open_stack(failing, burst=1) as stack:
+        response = await begin(stack)
+        done = await ended(stack, response.id)
+        assert (done.status, done.error.message) == ("failed", "out of slots")
+        assert (await followed(stack, response.id))[-1]["type"] == "response.failed"
+
+
+async def test_what_the_background_takes(tmp_path: Path) -> None:
+    names = ("alice", "bob")
+    write(tmp_path / "keys.json", KeyFile(keys=tuple(ApiKey(name=name, sha256=digest(name)) for name in names)))
+    alice, bob = ({"authorization": f"Bearer {name}"} for name in names)
+    body = {"input": "x", "background": True}
+    async with open_stack(text_script(TEXT), api_keys=tmp_path / "keys.json") as stack:
+        not_kept = await stack.http.post(RESPONSES, json=body | {"store": False}, headers=alice)
+        assert (not_kept.status_code, not_kept.json()["error"]["param"]) == (400, "background")
+        created = await stack.http.post(RESPONSES, json=body, headers=alice)
+        response_id = created.json()["id"]
+        for call in (
+            stack.http.get(f"{RESPONSES}/{response_id}", headers=bob),
+            stack.http.get(f"{RESPONSES}/{response_id}?stream=true", headers=bob),
+            stack.http.post(f"{RESPONSES}/{response_id}/cancel", headers=bob),
+        ):
+            assert (await call).status_code == 404
+        wrong = await stack.http.get(f"{RESPONSES}/{response_id}?stream=true&starting_after=x", headers=alice)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "starting_after")
+        plain = await stack.http.post(RESPONSES, json={"input": "x", "stream": True}, headers=alice)
+        assert plain.status_code == 200
+    for limits in (RecordLimits(response_s=0), RecordLimits(resumable_s=0)):
+        async with open_stack(text_script(TEXT), records=limits) as stack:
+            with pytest.raises(openai.BadRequestError, match="keeps no responses or streams"):
+                await begin(stack)
+    with EmbeddedRedis() as redis:
+        async with open_stack(text_script(TEXT), redis_url=redis.url) as stack:
+            redis.kill()
+            with pytest.raises(openai.InternalServerError, match="takes Redis"):
+                await begin(stack)
