@@ -147,6 +147,11 @@ async def held(stack: Stack, path: str, body: dict[str, Any], deltas: int) -> As
 
         reading = asyncio.create_task(read())
         await until(lambda: not stack.decoder.gate.is_set() or reading.done())
+        await until(lambda: bool(parts))
+        if not reading.done():
+            request_id = id_of(events_in(parts[0])[0]).split(":")[0]
+            while len(await stack.store.records.load("", request_id, 0)) < 1 + deltas:  # the request, and its deltas
+                await asyncio.sleep(0.01)
         length = -1
         while length != len(parts):  # what was on its way
             length = len(parts)
@@ -156,7 +161,9 @@ async def held(stack: Stack, path: str, body: dict[str, Any], deltas: int) -> As
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+    stack.decoder.hold_after = None
     stack.decoder.gate.set()
+    await stack.idle()
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -179,8 +186,7 @@ async def test_a_stream_that_breaks_anywhere_continues_at_the_other_gateway(name
     path, body = BODIES[name]
     body = {"seed": 5, **body}
     whole = await stream(pair.first, path, body)
-    deltas = len([each for each in whole if "delta" in each or '"text"' in each])
-    for count in range(1, deltas):
+    for count in range(1, 200):
         async with held(pair.first, path, body, count) as events:
             pass
         if "[DONE]" in events[-1] or len(events) >= len(whole):
@@ -189,7 +195,7 @@ async def test_a_stream_that_breaks_anywhere_continues_at_the_other_gateway(name
         rest = await stream(pair.second, path, None, id_of(events[-1]))
         assert comparable([*events, *rest]) == comparable(whole)
         [request] = pair.second.decoder.requests
-        assert len(request.committed) == 2 * count
+        assert len(request.committed) in (2 * count, 2 * count - 2), "a prompt's scores are a delta without tokens"
     else:
         raise AssertionError("the stream never came to its end")
 
