@@ -193,7 +193,7 @@ def _draft_needs(
             return WorkerNeed(), WorkerNeed()
         number = target.hidden_size * target.dtype.itemsize
         layers = hidden_state_layers(speculation, engine, lambda: target)
-        head = memory_need(speculation, target, 1 - SPARE_SLOTS, 0)  # the cache of one slot
+        head = memory_need(speculation, target, 1 - SPARE_SLOTS, 0, padded=True)  # the cache of one slot
         matrices = activations = 0
         if worker and head.weights:
             matrices = 2 * target.vocabulary_size * number
@@ -220,8 +220,11 @@ class MemoryNeed:
         return free is None or self.total <= free
 
 
-def memory_need(config: SpeculativeConfig, target: TargetWeights, slots: int, state_layers: int) -> MemoryNeed:
+def memory_need(
+    config: SpeculativeConfig, target: TargetWeights, slots: int, state_layers: int, *, padded: bool = False
+) -> MemoryNeed:
     """Of a speculator in the target's process. `state_layers`: the number of target layers whose output it reads.
+    `padded`: heads are as wide as native code wants them.
 
     Raises `CheckpointError` or `ModelNotFoundError`.
     """
@@ -234,12 +237,14 @@ def memory_need(config: SpeculativeConfig, target: TargetWeights, slots: int, st
     names = mtp_layer_names(checkpoint) if own else checkpoint.names
     return MemoryNeed(
         weights=sum(math.prod(checkpoint.shape(name)) for name in names) * size,
-        cache=cache_positions(config.method, checkpoint.config, target.config.to_dict()) * (slots + 2) * size,
+        cache=cache_positions(config.method, checkpoint.config, target.config.to_dict(), padded=padded)
+        * (slots + SPARE_SLOTS)
+        * size,
         states=state_layers * target.hidden_size * (slots + 1) * size,
     )
 
 
-def cache_positions(method: str, config: Any, target: dict[str, Any]) -> int:
+def cache_positions(method: str, config: Any, target: dict[str, Any], *, padded: bool = False) -> int:
     """Numbers in a draft's KV cache per position. Keys missing in its config.json are those of the target."""
     cached_layers = METHODS[method].cached_layers
     if cached_layers == "none":
@@ -250,7 +255,7 @@ def cache_positions(method: str, config: Any, target: dict[str, Any]) -> int:
         shape.pop("head_dim", None)
     heads = Heads.of(SimpleNamespace(**shape))
     layers = int(shape["num_hidden_layers"]) if cached_layers == "all" else 1
-    return layers * 2 * heads.kv_heads * heads.head_size
+    return layers * 2 * heads.kv_heads * (head_width(heads) if padded else heads.head_size)
 
 
 def free_bytes(device: torch.device) -> int | None:
