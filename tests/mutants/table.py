@@ -35,6 +35,7 @@ OUTPUT = ("unit/test_output_processor.py", "unit/test_llm.py")
 STOPS = ("unit/test_text_stops.py", "unit/test_output_processor.py")
 ENGINE = ("unit/test_engine.py", "exactness/test_engine.py")
 SCORES = ("exactness/test_prompt_scores.py",)
+API = ("exactness/test_api_combinations.py",)
 POLICY = ("unit/test_step_cost.py", "unit/test_stat_logger.py")
 GATEWAY = ("contract/test_openai_life.py", "contract/test_openai_routing.py")
 
@@ -194,7 +195,7 @@ MUTANTS = (
         "paceline/core/sampling.py",
         "seen_V, counts_V = self._token_counts(path)",
         "seen_V, counts_V = self._token_counts(())",
-        SAMPLING,
+        (*SAMPLING, *API),
     ),
     Mutant(
         "min_tokens does not count the guesses on the way",
@@ -202,6 +203,13 @@ MUTANTS = (
         "if self.output_tokens + len(path) < self.params.min_tokens:",
         "if self.output_tokens < self.params.min_tokens:",
         SAMPLING,
+    ),
+    Mutant(
+        "bad words do not see the guesses on the way",
+        "paceline/core/sampling.py",
+        "last = self._recent_with(path)",
+        "last = self._recent_with(())",
+        API,
     ),
     Mutant(
         "a shortlist's noise is that of places, not of tokens",
