@@ -37,6 +37,10 @@ COMPLETIONS = (
     "for name in names:\n    print(name)\nfor name in names:\n    ",
     "import json\n\ndef load(path):\n    with open(path) as file:\n        return ",
 )
+TEXTS = ("e", "th", " the", "the ", "of ", "se", "(", "():", ". ", ", ", "json", '"', "self.", "name", " ", "\n")
+"""What outputs often have, some of it across tokens."""
+PHRASES = ("of the", "return self", "self.items", "json.dumps", "os.path", "(self,", "file, ", "The ", "the number of")
+"""Several tokens each."""
 QUESTIONS = ("What does json.dumps do?", "What does os.path.join do?", "def area(width, height):", "Explain a queue.")
 
 
@@ -123,13 +127,6 @@ EARLIER: list[Json] = [
 
 def _ids(draw: Random, least: int, most: int) -> list[int]:
     return draw.sample(FREQUENT, draw.randint(least, most))
-
-
-TEXTS = ("e", "th", " the", "the ", "of ", "se", "(", "():", ". ", ", ", "json", '"', "self.", "name", " ", "\n")
-"""What outputs often have, some of it across tokens."""
-
-PHRASES = ("of the", "return self", "self.items", "json.dumps", "os.path", "(self,", "file, ", "The ", "the number of")
-"""Several tokens each."""
 
 
 def _texts(draw: Random, most: int) -> list[str]:
@@ -306,8 +303,9 @@ def allowed(api: Api, *, stream: bool) -> list[str]:
 def combined(names: Sequence[str], api: Api, draw: Random, *, stream: bool) -> Combination:
     """A request with these rules, the later ones over the earlier ones. It has a seed and returns its token ids."""
     chat = api == "chat"
-    given: Json = {"messages": [{"role": "user", "content": draw.choice(QUESTIONS)}]} if chat else {}
-    given = given or {"prompt": draw.choice(COMPLETIONS)}
+    given: Json = {"prompt": draw.choice(COMPLETIONS)}
+    if chat:
+        given = {"messages": [{"role": "user", "content": draw.choice(QUESTIONS)}]}
     given |= {"seed": draw.getrandbits(63), "temperature": draw.choice((0.0, 0.5, 1.0)), "return_token_ids": True}
     given |= _log_probs(draw, chat) if draw.random() < 0.5 else {}
     for name in names:
