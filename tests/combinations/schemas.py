@@ -123,8 +123,8 @@ async def validate_all(client: ApiClient, outputs: int, seed: int) -> Validation
 def _request(draw: Random, kind: str, fields: Json, *, chat: bool | None = None) -> Combination:
     chat = draw.random() < 0.5 if chat is None else chat
     prompt: Json = {"prompt": draw.choice(COMPLETIONS)}
-    if chat:
-        prompt = {"messages": [{"role": "user", "content": draw.choice(QUESTIONS)}]}
+    if chat:  # the model may begin to reason, but is to end it soon
+        prompt = {"messages": [{"role": "user", "content": draw.choice(QUESTIONS)}], "logit_bias": {str(ANSWER): 8.0}}
     sampling = {"temperature": draw.choice((0.0, 0.7, 1.0)), "seed": draw.getrandbits(63), "return_token_ids": True}
     return Combination((kind,), "chat" if chat else "completions", prompt | sampling | fields)
 
@@ -145,6 +145,8 @@ def _text(choice: Json) -> str:
     if "reasoning" not in choice["message"]:
         return str(choice["message"]["content"])
     tokens = choice["token_ids"]
+    if ANSWER not in tokens:
+        raise InvalidOutputError("the reasoning has no end")
     return TOKENIZER.decode([token for token in tokens[tokens.index(ANSWER) + 1 :] if token != EOS])
 
 
