@@ -430,6 +430,21 @@ async def open_stack(
             yield Stack(store, models, addresses, http, client, targets, exits)
 
 
+@asynccontextmanager
+async def another_gateway(stack: Stack, redis_url: str, **settings_: Any) -> AsyncIterator[Stack]:
+    """One more gateway for the targets of a stack that has the same Redis. `settings_`: as for `open_stack`."""
+    settings_ = {"drain_s": 5.0, "limits": AdmissionLimits(resume_s=5.0), **settings_}
+    settings = GatewaySettings({MODEL: MODEL}, port=0, **settings_)
+    async with (
+        open_store(redis_url, ttl_s=3600.0, records=settings.records) as store,
+        running(settings, store) as (models, addresses),
+        httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=20.0) as http,
+        openai.AsyncOpenAI(base_url=f"http://{addresses.http}/v1", api_key="any", max_retries=0) as client,
+    ):
+        await until(lambda: len(models.first.fleet.targets) == len(stack.targets))
+        yield Stack(store, models, addresses, http, client, stack.targets)
+
+
 def text_script(text: str, tokenizer: Tokenizer = TOKENIZER) -> Script:
     """A script whose output is this text and the end of text."""
     tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]

@@ -38,6 +38,7 @@ SCORES = ("exactness/test_prompt_scores.py",)
 ENDS = ("exactness/test_ends_inside_runs.py",)
 API = ("exactness/test_api_combinations.py",)
 POLICY = ("unit/test_step_cost.py", "unit/test_stat_logger.py")
+RESUMING = ("contract/test_resuming.py",)
 GATEWAY = ("contract/test_openai_life.py", "contract/test_openai_routing.py")
 
 MUTANTS = (
@@ -798,5 +799,83 @@ MUTANTS = (
         "            except Exception:\n",
         "            except ZeroDivisionError:\n",
         ("unit/test_vllm_drafts.py",),
+    ),
+    # Resumption: what a client has and what it gets add up to the undisturbed stream.
+    Mutant(
+        "resumption drops one event too few",
+        "services/gateway/openai/resumption.py",
+        "if number > journal.seen:",
+        "if number >= journal.seen:",
+        RESUMING,
+    ),
+    Mutant(
+        "an append ignores that another gateway has taken over",
+        "paceline/state/redis_records.py",
+        "if length == position then",
+        "if length == position or position > 0 and length > 0 then",
+        RESUMING,
+    ),
+    Mutant(
+        "a repeated append is refused",
+        "paceline/state/redis_records.py",
+        "elseif count > 0 and redis.call('LINDEX', key, position) == ARGV[first] then",
+        "elseif false then",
+        ("unit/test_state.py",),
+    ),
+    Mutant(
+        "a resumed request forgets the tokens of its earlier gateway",
+        "services/gateway/failover.py",
+        "            self._committed += delta.tokens\n            self._numerics",
+        "            self._numerics",
+        RESUMING,
+    ),
+    Mutant(
+        "a resumed request goes to a target with any numerics",
+        "services/gateway/failover.py",
+        "self._numerics = delta.numerics if delta.tokens else self._numerics",
+        "self._numerics = None",
+        RESUMING,
+    ),
+    Mutant(
+        "a resumed request draws another seed",
+        "services/gateway/openai/request_builder.py",
+        '_drawn_seed(f"{base.request_id}-{first}")',
+        '_drawn_seed(f"{base.request_id}-{first}-{id(base)}")',
+        RESUMING,
+    ),
+    Mutant(
+        "a resumed request has the id of its earlier attempt at the target",
+        "services/gateway/failover.py",
+        'f"{request.request_id}.{request.attempt}" if request.attempt else request.request_id',
+        "request.request_id",
+        RESUMING,
+    ),
+    Mutant(
+        "a prompt that has changed is continued",
+        "services/gateway/journal.py",
+        'if self.digest not in ("", digest):',
+        "if False:",
+        RESUMING,
+    ),
+    Mutant(
+        "clients keep an id after which the journal has lost tokens",
+        "services/gateway/journal.py",
+        'return "" if self.position else None',
+        "return None",
+        RESUMING,
+    ),
+    Mutant(
+        "a client resumes any client's stream",
+        "services/gateway/openai/resumption.py",
+        "client = client_of(request).name\n",
+        'client = ""\n',
+        RESUMING,
+    ),
+    Mutant(
+        "an owner does not see that its response is cancelled elsewhere",
+        "services/gateway/journal.py",
+        'if "cancel" in entry:',
+        'if "cancelled" in entry:',
+        ("contract/test_background.py",),
     ),
 )
