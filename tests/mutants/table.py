@@ -803,7 +803,7 @@ MUTANTS = (
     # Resumption: what a client has and what it gets add up to the undisturbed stream.
     Mutant(
         "resumption drops one event too few",
-        "services/gateway/openai/resumption.py",
+        "services/gateway/http/resumption.py",
         "if number > journal.seen:",
         "if number >= journal.seen:",
         RESUMING,
@@ -866,7 +866,7 @@ MUTANTS = (
     ),
     Mutant(
         "a client resumes any client's stream",
-        "services/gateway/openai/resumption.py",
+        "services/gateway/http/resumption.py",
         "client = client_of(request).name\n",
         'client = ""\n',
         RESUMING,
