@@ -41,7 +41,7 @@ from paceline.core.messages import (
 from paceline.engine.engine_messages import EngineInfo
 from paceline.engine.request_times import RequestTimes
 from paceline.grammar.lark import PREAMBLE
-from paceline.target_features import all_features
+from paceline.target_features import VLLM_LACKS, all_features
 from paceline.telemetry.step_stats import StepStats
 from paceline.text import vocabulary_fingerprint
 from paceline.vllm.extra_arguments import ExtraArguments
@@ -133,7 +133,7 @@ class VllmEngine:
             layers=model.hf_text_config.num_hidden_layers,
             method=method,
             numerics=_numerics(self._config),
-            features=all_features(without=("logprob_token_ids",)),
+            features=all_features(without=VLLM_LACKS),
         )
 
     @property

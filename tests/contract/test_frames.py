@@ -28,11 +28,13 @@ from paceline.core.messages import (
 )
 from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
-from paceline.v1 import common_pb2, draft_pb2, target_pb2
+from paceline.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from paceline.wire import draft_codec, target_codec
 from paceline.wire.link_errors import WireError
 from paceline.wire.node_codec import LOG_ODDS, log_probability
 from paceline.wire.tensor_codec import decode_tensor, encode_tensor
+from paceline_services.gateway.grpc.inference_servicer import CONVERTED_FIELDS
+from paceline_services.gateway.openai.bodies import CompletionBody
 
 VOCABULARY = 1000
 
@@ -244,6 +246,14 @@ def test_descriptions() -> None:
 def test_every_sampling_parameter_has_a_field() -> None:
     """The codec encodes a parameter by its field, so this is all that a new one needs."""
     assert set(SamplingParams.model_fields) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_grpc_clients_have_the_parameters_of_http_under_the_same_names() -> None:
+    """`InferenceService` copies fields by name, so this is all that a new one needs there."""
+    http = set(CompletionBody.model_fields)
+    sampling = set(inference_pb2.GenerateRequest.Sampling.DESCRIPTOR.fields_by_name)
+    assert http & set(SamplingParams.model_fields) <= sampling <= http
+    assert set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - CONVERTED_FIELDS <= http
 
 
 @given(openings, st.builds(Limit, counts, counts, st.integers(0, draft_codec.MAX_NODES), st.floats(0, 1, width=32)))

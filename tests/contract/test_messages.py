@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -27,6 +28,7 @@ from tests.helpers.anthropic_stack import (
     says,
 )
 from tests.helpers.openai_stack import MODEL, TOKENIZER, counts, open_stack
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -188,6 +190,21 @@ async def test_why_a_message_ends(
     message = await (served.stream if stream else served.create)(**fields)
     [block] = message.content
     assert (block.text, message.stop_reason, message.stop_sequence) == (shown, reason, sequence)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_an_abort_cuts_off_is_not_to_be_run(served: MessagesStack, stream: bool) -> None:
+    served.speak(CUT_OFF + "ln" * 50)
+    decoder = served.stack.decoder
+    decoder.hold_after = 12
+    asking = asyncio.create_task((served.stream if stream else served.create)(tools=[WEATHER]))
+    await until(lambda: not decoder.gate.is_set())
+    await served.stack.first_tokens()
+    assert served.stack.models.abort("", decoder.requests[-1].group)
+    decoder.gate.set()
+    message = await asking
+    assert [block.type for block in message.content] == ["text", "tool_use"]
+    assert message.stop_reason == "end_turn"
 
 
 async def test_a_limit_beyond_the_context_ends_where_the_context_ends() -> None:

@@ -166,6 +166,13 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: is not supported"),
         ({"thread": {"type": "create"}}, "thread: is not supported"),
         ({"temprature": 1}, "unknown parameter: temprature"),
+        ({"metadata": {"user_id": "x" * 1025}}, r"^metadata\.user_id: "),
+        ({"tools": [WEATHER | {"name": "a b"}]}, r"^tools\[0\]\.name: "),
+        ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, r"^tools\[0\]\.input_schema: must be a schema"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
+            r"^output_config\.format\.schema: ",
+        ),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(served: MessagesStack, fields: Any, message: str) -> None:

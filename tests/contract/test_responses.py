@@ -282,6 +282,12 @@ async def test_a_choice_of_allowed_tools_offers_only_those(stack: Stack) -> None
     await create(stack, tool_choice="auto")
 
 
+async def test_parameters_of_chat_completions_reach_the_target(stack: Stack) -> None:
+    await create(stack, extra_body={"seed": 11, "priority": -3, "speculative": False})
+    request = stack.decoder.requests[-1]
+    assert (request.sampling.seed, request.priority, request.speculative.enabled) == (11, -3, False)
+
+
 async def test_reasoning_may_be_left_out(stack: Stack) -> None:
     response = await create(stack, extra_body={"include_reasoning": False})
     assert [item.type for item in response.output] == ["message"]
@@ -362,6 +368,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"metadata": {"a": "b" * 513}}, "metadata.a"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"n": 2}, "n"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"inputs": "x"}, "inputs"),
     ],
 )

@@ -38,7 +38,7 @@ from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services import tracing_options
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
-from tests.helpers.openai_stack import counts, open_stack
+from tests.helpers.openai_stack import counts, open_stack, refusal
 from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, generation_request, target_worker
 from tests.helpers.waiting import until
 from tests.helpers.workers import draft_worker
@@ -285,6 +285,15 @@ async def test_a_failed_request_fails_its_span() -> None:
     for name in ("attempt", "llm_request"):
         assert recorder.one(name).status.status_code is StatusCode.ERROR
     assert attributes(recorder.one("attempt"))["error.type"] == "TargetRefusedError"
+
+
+async def test_a_refused_call_has_a_span_as_a_refused_request_has() -> None:
+    recorder = Recorder()
+    async with open_stack(counts, tracing=recorder.tracing("gateway")) as stack, stack.inference() as stub:
+        await refusal(stub, inference_pb2.GenerateRequest(text="x", n=1000))
+        assert (await stack.complete(n=1000)).status_code == 400
+        await until(lambda: len(recorder.named("llm_request")) == 2)
+    assert [span.status.status_code for span in recorder.named("llm_request")] == [StatusCode.UNSET] * 2
 
 
 async def test_without_traces_targets_hear_of_none() -> None:

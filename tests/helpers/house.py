@@ -76,7 +76,7 @@ def denied_names() -> list[str]:
     found = []
     for path, tree in modules():
         found += [f"{path}: file" for word in words(path.stem) if word in DENIED]
-        given = {(name, line) for name, line in _given_names(tree) if name not in PUBLIC}
+        given = {(name, line) for name, line in given_names(tree) if name not in PUBLIC}
         found += [f"{path}:{line} {name}" for name, line in sorted(given) if DENIED & set(words(name))]
     return found
 
@@ -106,7 +106,7 @@ def words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
 
 
-def _given_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def given_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno

@@ -83,8 +83,9 @@ class MessageResponse:
             stop_reason = "model_context_window_exceeded" if shortened else "max_tokens"
         elif isinstance(last.stop_reason, str):
             stop_reason, stop_sequence = "stop_sequence", last.stop_reason
-        else:
-            stop_reason = "tool_use" if self._blocks.called else "end_turn"
+        else:  # a client would run a call that an abort has cut off
+            aborted = last.finish_reason == FinishReason.CANCELLED
+            stop_reason = "tool_use" if self._blocks.called and not aborted else "end_turn"
         return {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
 
     def _token_counts(self) -> Json:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from paceline_services.gateway.anthropic.chat_conversion import chat_body
+from paceline_services.gateway.anthropic.chat_conversion import FIELDS, chat_body
 from paceline_services.gateway.anthropic.message_bodies import CountTokensBody, MessagesBody
 from paceline_services.gateway.anthropic.message_response import MessageResponse, error_event
+from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.error_shape import MESSAGES_PATH
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
@@ -65,8 +68,10 @@ def add_messages_api(app: FastAPI, models: ModelDirectory) -> None:
         span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=True)
         body = parse_body(await read_body(request, models), MessagesBody)
         model = models.model(body.model)
-        client, chat = client_of(request), chat_body(body)
-        requests = await build_requests(chat, model, state[REQUEST_ID], client, request.headers, span)
+        client = client_of(request)
+        with _errors_named_as_here():
+            chat = chat_body(body)
+            requests = await build_requests(chat, model, state[REQUEST_ID], client, request.headers, span)
         response = MessageResponse(body, chat, requests[0], model)
         output = model.generate_all(requests, client)
         deltas = traced(span, model.model, requests, output, streamed=bool(body.stream))
@@ -80,10 +85,20 @@ def add_messages_api(app: FastAPI, models: ModelDirectory) -> None:
     async def count_tokens(request: Request) -> Response:
         body = parse_body(await read_body(request, models), CountTokensBody)
         model = models.model(body.model)
-        chat = chat_body(body)
-        text = render_chat(chat, model.tokenizer)
+        with _errors_named_as_here():
+            chat = chat_body(body)
+            text = render_chat(chat, model.tokenizer)
         with model.counting_rejections():
             tokens = await encode(text, model.tokenizer, add_special_tokens=chat.add_special_tokens)
         return JsonResponse({"input_tokens": len(tokens)})
 
     describe(app, DESCRIPTION)
+
+
+@contextmanager
+def _errors_named_as_here() -> Iterator[None]:
+    """Let errors about the chat completion name the fields of this API."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise error.renamed(FIELDS) from error

@@ -69,6 +69,11 @@ STATUSES: Statuses = {
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata: when a client may retry (gRFC A6)."""
 
+STRUCTURES = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+"""The keys of the HTTP body's `structured_outputs`, by field of `GenerateRequest`."""
+CONVERTED_FIELDS = frozenset({"text", "tokens", "chat", "sampling", "speculative", *STRUCTURES})
+"""Fields of `GenerateRequest` that the HTTP body has in another form. It has all others under the same names."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -105,10 +110,9 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             with self._authenticated(context) as client:
                 self._models.check_capacity()
-                model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
-                body = _body(request)
                 with self._traced(request, metadata) as span:
+                    model, body = self._models.model(request.model or None), _body(request)
                     requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata, span)
                     responses = GenerateResponses(body, requests, model)
                     output = model.generate_all(requests, client)
@@ -225,20 +229,12 @@ def _tokenize_body(request: pb.TokenizeRequest) -> TokenizeTextBody | TokenizeCh
 
 def _body_fields(request: pb.GenerateRequest) -> dict[str, Any]:
     """The fields of the HTTP body, without its prompt."""
-    fields = {"max_tokens": CompletionBody.default_max_tokens, **set_fields(request.sampling)}
-    for name in ("n", "truncate_prompt_tokens", "stream_interval", "cache_salt"):
-        fields[name] = getattr(request, name) if request.HasField(name) else None
-    if request.echo:
-        fields["echo"] = True
-    speculative = set_fields(request.speculative)
-    fields["speculation_stats"] = speculative.pop("report", False)
-    structure = request.WhichOneof("structure")
-    keys = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
-    return fields | {
-        "structured_outputs": {keys[structure]: getattr(request, structure)} if structure else None,
-        "model": request.model or None,
-        "stop": list(request.stop) or None,
+    given, speculative = set_fields(request), set_fields(request.speculative)
+    return {
+        "max_tokens": CompletionBody.default_max_tokens,
+        **set_fields(request.sampling),
+        **{name: value for name, value in given.items() if name not in CONVERTED_FIELDS},
+        "structured_outputs": {key: given[name] for name, key in STRUCTURES.items() if name in given} or None,
+        "speculation_stats": speculative.pop("report", False),
         "speculative": speculative or None,
-        "request_id": request.request_id or None,
-        "priority": request.priority,
     }

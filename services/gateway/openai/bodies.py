@@ -43,6 +43,8 @@ MAX_LOGPROB_TOKENS = 128
 MAX_SALT = 1024
 MAX_REQUEST_ID = 128
 """Characters."""
+MAX_CONVERSATION_NAME = 1024
+"""Characters. Routing hashes the name once for each completion and target."""
 INT32_MAX = 2**31 - 1
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -182,9 +184,10 @@ class GenerationBody(SamplingBody):
     store: Unused = None
     service_tier: Unused = None
     safety_identifier: Unused = None
-    prompt_cache_key: Annotated[str | None, Field(description="requests with the same one go to the same target")] = (
-        None
-    )
+    prompt_cache_key: Annotated[
+        str | None,
+        Field(max_length=MAX_CONVERSATION_NAME, description="requests with the same one go to the same target"),
+    ] = None
     prompt_cache_retention: Unused = None
 
     @model_validator(mode="after")

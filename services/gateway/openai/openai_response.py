@@ -232,8 +232,9 @@ class CompletionResponse(OpenAIResponse):
         if not self._scores_echo:
             yield from super().chunks(index, delta)
             return
-        prompt = index // self._choices
-        self._echoed[prompt].add(delta)
+        prompt, choice = divmod(index, self._choices)
+        if choice == 0:
+            self._echoed[prompt].add(delta)
         self._waiting[prompt].append((index, delta))
         if not self._echoed[prompt].scored:
             return

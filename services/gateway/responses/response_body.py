@@ -17,15 +17,15 @@ Json = dict[str, Any]
 MAX_METADATA = 16
 LOG_PROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
-PASSED_ON = SHARED_FIELDS | {
+PASSED_ON = (SHARED_FIELDS - {"prompt_logprobs"}) | {
     "bad_words",
     "cache_salt",
     "chat_template_kwargs",
     "ignore_eos",
     "include_reasoning",
     "include_stop_str_in_output",
-    "logit_bias",
     "parallel_tool_calls",
+    "priority",
     "prompt_cache_key",
     "skip_special_tokens",
     "speculation_stats",
@@ -33,9 +33,9 @@ PASSED_ON = SHARED_FIELDS | {
     "stop",
     "stop_token_ids",
     "structured_outputs",
-    "top_k",
 }
-"""Fields that a chat completion has, too, under the same names and with the same meaning."""
+"""Fields that a chat completion has, too, under the same names and with the same meaning. A response has no place for
+log-probabilities of the prompt."""
 
 if TYPE_CHECKING:
 

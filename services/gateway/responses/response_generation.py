@@ -15,7 +15,7 @@ from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.responses.input_items import InputItem
 from paceline_services.gateway.responses.response_body import ResponseBody
-from paceline_services.gateway.responses.response_conversion import chat_body, named_as_here
+from paceline_services.gateway.responses.response_conversion import FIELDS, chat_body
 from paceline_services.gateway.responses.response_history import ResponseHistory, StoredResponse, items_json
 from paceline_services.gateway.responses.running_response import Json, RunningResponse
 from paceline_services.gateway.responses.truncation import truncated_to_fit
@@ -44,7 +44,7 @@ async def build_response_request(
     try:
         return await (truncated_to_fit(items, build) if body.truncation == "auto" else build(items))
     except InvalidRequestError as error:
-        raise named_as_here(error) from error
+        raise error.renamed(FIELDS) from error
 
 
 @dataclass(slots=True)
