@@ -7,8 +7,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from paceline.config import SamplingParams
-from paceline.v1 import inference_pb2
 from tests.helpers.contract import AGREED, CALLS, ENUMS, FIELDS, FILES, contract
 
 
@@ -37,9 +35,3 @@ def test_names_follow_the_standard_rules_of_buf() -> None:
         assert all(value.name.startswith(f"{prefix}_") for value in enum.values)
     types = [each.full_name for call in CALLS for each in (call.input_type, call.output_type)]
     assert len(set(types)) == len(types)
-
-
-def test_grpc_clients_have_every_sampling_parameter_that_is_theirs() -> None:
-    """A grammar is a field of the request, in more forms."""
-    offered = {field.name for field in inference_pb2.GenerateRequest.Sampling.DESCRIPTOR.fields} - {"ignore_eos"}
-    assert offered == {name for name in SamplingParams.model_fields if not name.startswith("grammar")}
