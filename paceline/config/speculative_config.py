@@ -192,9 +192,10 @@ class SpeculativeConfig(Settings):
         together = (self.method, *self.beside)
         if self.beside and (self.method == "none" or len(set(together)) < len(together)):
             raise ValueError(STACKS)
-        needs = MODEL if self.method == DETECT else METHODS[self.method].needs if self.method in METHODS else ()
-        if needs and not any(getattr(self, key) for key in needs):
-            raise ValueError(f"method {self.method} needs `{needs[0]}`: {NEEDED_KEYS[needs[0]]}")
+        for method in together:
+            needs = MODEL if method == DETECT else METHODS[method].needs if method in METHODS else ()
+            if needs and not any(getattr(self, key) for key in needs):
+                raise ValueError(f"method {method} needs `{needs[0]}`: {NEEDED_KEYS[needs[0]]}")
         if self.method == POOL and self.draft_placement == "target":
             raise ValueError("method pool leaves drafting to draft workers: leave out draft_placement")
         if self.vocabulary_mapping != "none" and self.method != "draft_model":

@@ -86,11 +86,11 @@ class TargetLink:
         ended = False
         try:
             while not ended:
-                delta = await stream.get()
-                ended = isinstance(delta, ReplayElsewhere) or delta.finish_reason is not None
-                if isinstance(delta, ReplayElsewhere):
-                    raise delta
-                yield delta
+                received = await stream.get()
+                ended = isinstance(received, ReplayElsewhere) or received.finish_reason is not None
+                if isinstance(received, ReplayElsewhere):
+                    raise received
+                yield received
         finally:
             if not ended:
                 self.cancel(request.request_id)

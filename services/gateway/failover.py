@@ -80,7 +80,10 @@ class FailoverRequest:
             self._numerics = delta.numerics if delta.tokens else self._numerics
 
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """Raises an `ApiError` if the request cannot be served. Closing it cancels the request at its target."""
+        """The deltas, from one target after another.
+
+        Raises an `ApiError` if the request cannot be served. Closing the generator cancels the request at its target.
+        """
         while self._losses <= MAX_TARGET_LOSSES:
             request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
             # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
@@ -100,8 +103,10 @@ class FailoverRequest:
                     raise GenerationError(str(error)) from error
                 continue
             except ReplayElsewhere as error:
-                self._losses += isinstance(error, TargetLost)
-                self._engine_deaths += isinstance(error, TargetEngineDied)
+                if isinstance(error, TargetLost):
+                    self._losses += 1
+                if isinstance(error, TargetEngineDied):
+                    self._engine_deaths += 1
                 log.warning("request %s moves to another target: %s", request.request_id, error)
             if self._engine_deaths > MAX_ENGINE_DEATHS:
                 raise GenerationError(
@@ -137,7 +142,10 @@ class FailoverRequest:
         return self._tracing.start("attempt", request.trace_parent, attributes, role="client")
 
     async def _next_target(self, request: GenerationRequest, blocks: Sequence[int]) -> TargetConnection:
-        """Wait for a target. One that refused the request is chosen only if there is no other."""
+        """Choose a target, or wait for one. One that refused the request is chosen only if there is no other.
+
+        Raises `UnavailableError` if none comes in time.
+        """
         while (chosen := self._fleet.choose(request, blocks, self._refused_by, self._numerics)) is None:
             if not await self._fleet.wait_for_target(self._resume_s, request.target_labels):
                 raise UnavailableError(f"the target is gone, and no other came within {self._resume_s:g} s")
@@ -177,7 +185,7 @@ class FailoverRequest:
                 ):
                     if self._engine_deaths:
                         await quarantine.enter_async_context(target.quarantine)
-                        if not target.up:
+                        if not target.up:  # it ran nothing of this request: no loss to be counted
                             raise ReplayElsewhere(f"target {target.record.worker_id} left before the request's turn")
                     async for delta in deltas:
                         stats, delta.numerics = delta.speculation, target.numerics

@@ -106,7 +106,7 @@ SHARED_FIELDS = frozenset(SamplingParams.model_fields) - OWN_FIELDS
 
 if TYPE_CHECKING:
     SamplingBody = Body
-else:
+else:  # a body with all of SHARED_FIELDS; None: the client leaves the field out
     SamplingBody = create_model(
         "SamplingBody",
         __base__=Body,

@@ -123,7 +123,7 @@ class Fleet:
         `blocks`: the block hashes of the request's tokens. Preferred, however busy, are first targets other than
         `refused_by`, then those with `numerics`, which are those of the target that drew the request's latest token.
         """
-        usable = self._usable(request.target_labels)
+        usable = self._usable(request.target_labels)  # required; from here on each line only prefers
         usable = {key: target for key, target in usable.items() if target is not refused_by} or usable
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
         session = session_home(list(usable), request.session, request.cache_salt)
