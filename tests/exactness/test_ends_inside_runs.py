@@ -139,15 +139,18 @@ def compared(output: Delta) -> list[Any]:
     return [output.tokens, output.log_probs, output.text, output.offsets, events, tokens, ends]
 
 
-def check(bench: Bench, request: GenerationRequest, at: int | None = None) -> tuple[Delta, int | None]:
+def check(
+    bench: Bench, request: GenerationRequest, at: int | None = None, behind: Sequence[int] = ()
+) -> tuple[Delta, int | None]:
     """Compare a request's output with that without speculation; so with the request after it.
 
-    `at`: the index of the token that ends something; None: the last one. Returns the output, and that token's place in
-    its run of accepted guesses, from 0; None: it was no guess.
+    `at`: the index of the token that ends something; None: the last one. `behind`: guesses behind the output's end; ():
+    how the output without an end goes on. Returns the output, and that token's place in its run of accepted guesses,
+    from 0; None: it was no guess.
     """
     plain = bench.engine(NoDraftClient())
     expected, after = bench.answer(plain, request), bench.request("after", temperature=0.0)
-    known = [*expected.tokens, *bench.tokens[len(expected.tokens) :]]
+    known = [*expected.tokens, *(behind or bench.tokens[len(expected.tokens) :])]
     engine = bench.engine(LocalDraftClient(Knowing(bench.prompt, known)))
     output = bench.answer(engine, request)
     assert compared(output) == compared(expected)
@@ -190,7 +193,7 @@ def test_end_of_text(bench: Bench) -> None:
     """The draft guesses more ends behind the first one, which the target would draw, too."""
     places = []
     for at in PLACES:
-        output, place = check(bench, bench.request("r", min_tokens=at, logit_bias={EOS: 100.0}))
+        output, place = check(bench, bench.request("r", min_tokens=at, logit_bias={EOS: 100.0}), behind=[EOS] * RUN)
         assert (output.tokens, output.text) == ([*bench.tokens[:at], EOS], bench.text(at))
         assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, None)
         places.append(place)
