@@ -29,7 +29,7 @@ from tests.combinations.api_answers import ApiClient, api_client
 from tests.combinations.random_structures import random_record, random_regex, random_schema, random_tools
 from tests.combinations.request_rules import ANSWER, COMPLETIONS, EOS, QUESTIONS, TOKENIZER, Combination, Json
 
-SHORT, LONG = 200, 1500
+SHORT, LONG = 200, 1100
 """Tokens of an output, and of one that was cut before. The context has 2,048."""
 
 
