@@ -21,7 +21,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic_core import from_json, to_json
 
@@ -61,8 +61,7 @@ class StreamLeftError(ApiError):
     code = "resumed_elsewhere"
 
 
-@dataclass(frozen=True, slots=True)
-class TimedDelta:
+class TimedDelta(NamedTuple):
     """A delta of the index-th completion; `when` it came, in seconds since 1970; `new`: it is not in the journal."""
 
     index: int
