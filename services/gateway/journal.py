@@ -62,9 +62,9 @@ class StreamLeftError(ApiError):
 
 
 class TimedDelta(NamedTuple):
-    """A delta of the index-th completion; `when` it came, in seconds since 1970; `new`: it is not in the journal."""
+    """A delta; `when` it came, in seconds since 1970; `new`: it is not in the journal."""
 
-    index: int
+    completion: int
     delta: Delta
     when: int
     new: bool
@@ -233,7 +233,7 @@ class Journal:
                     await self._append([self._entry(each) for each in batch if each.new], model)
                     for each in batch:
                         self.now = each.when
-                        yield each.index, each.delta
+                        yield each.completion, each.delta
         except (RetryLaterError, StreamLeftError):
             raise
         except ApiError as error:
@@ -386,7 +386,7 @@ class Journal:
             model.running.abort(self.client, self.id)
 
     def _entry(self, each: TimedDelta) -> Entry:
-        index, delta, numerics = each.index, each.delta, None
+        index, delta, numerics = each.completion, each.delta, None
         if delta.tokens and delta.numerics != self._numerics.get(index):
             numerics = self._numerics[index] = delta.numerics or ""
         message = encode_delta(delta, "").SerializeToString()

@@ -48,8 +48,10 @@ class BackgroundResponses(PeriodicTask):
             except StreamLeftError:  # this gateway was silent for too long
                 task.cancel()
         with suppress(StateUnavailableError, UnavailableError):
+            mine = {journal.id for journal, _ in self._running.values()}
             for journal in await self._requests.journals.unleased():
-                await self._take_over(journal)
+                if journal.id not in mine:
+                    await self._take_over(journal)
 
     async def __aexit__(self, *exc: object) -> None:
         """Leave what runs to other gateways."""
