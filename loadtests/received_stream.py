@@ -71,7 +71,8 @@ def parse_events(events: Iterable[tuple[float, bytes]]) -> ReceivedStream:
     stream = ReceivedStream()
     try:
         for when, event in events:
-            stream.feed(event.strip().decode(errors="replace"), when)
+            for line in event.decode(errors="replace").splitlines():
+                stream.feed(line, when)
     except StreamError as error:
         stream.error = str(error)
     return stream

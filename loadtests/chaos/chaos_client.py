@@ -53,7 +53,7 @@ class ChaosClient:
     async def _attempt(self, case: ChaosCase, url: str, got: ReceivedStream) -> bool:
         """Send the request once, or resume it after what `got` has. False: try again."""
         clock = asyncio.get_running_loop().time
-        began, resumed = clock(), bool(got.last_id)
+        began, before, resumed = clock(), len(got.tokens), bool(got.last_id)
         try:
             async with opened(self.http, url, case.body, got.last_id) as lines:
                 self.report.resumed += resumed
@@ -66,7 +66,8 @@ class ChaosClient:
         except UnexpectedAnswerError as error:
             return await self._refused(case, got, error)
         except httpx.TransportError as error:
-            return await self._connection_lost(case, url, got, began, error)
+            since = began if len(got.tokens) > before else began - EXCUSED_S
+            return await self._connection_lost(case, url, got, since, error)
         except StreamError as error:
             self.report.record_error(case, got, str(error))
             return True
@@ -87,10 +88,10 @@ class ChaosClient:
         return False
 
     async def _connection_lost(
-        self, case: ChaosCase, url: str, got: ReceivedStream, began: float, error: httpx.TransportError
+        self, case: ChaosCase, url: str, got: ReceivedStream, since: float, error: httpx.TransportError
     ) -> bool:
-        """A connection broke: excused if its gateway had a fault during the answer or up to EXCUSED_S before it."""
-        since = began if got.tokens else began - EXCUSED_S
+        """A connection broke: excused if its gateway had a fault during the answer, or up to EXCUSED_S before one that
+        did not begin."""
         if not any(at >= since for at in self.stack.faults_at.get(url, ())):
             self.report.record_error(case, got, f"{type(error).__name__}: {error}")
             return True

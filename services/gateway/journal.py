@@ -21,7 +21,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic_core import from_json, to_json
 
@@ -36,6 +36,7 @@ from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, 
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.served_model import ServedModel, restore_text
 
+T = TypeVar("T")
 Json = dict[str, Any]
 Entry = Json | list[Any]
 """An object; or a delta: index of its completion, when it came, the target's numerics if they are new, its message."""
@@ -58,6 +59,15 @@ class StreamLeftError(ApiError):
     status = 409
     type = "invalid_request_error"
     code = "resumed_elsewhere"
+
+
+class TimedDelta(NamedTuple):
+    """A delta; `when` it came, in seconds since 1970; `new`: it is not in the journal."""
+
+    completion: int
+    delta: Delta
+    when: int
+    new: bool
 
 
 class Written(Enum):
@@ -177,12 +187,14 @@ class Journal:
     """Whether all deltas so far are in the journal."""
     seen: int = 0
     """Events of the stream that the client has."""
-    now: int = 0
+    now: int = field(default_factory=lambda: int(time.time()))
     """When the latest delta came, by the clock of the gateway that had it from its target."""
     lease_s: float | None = None
     """See `Append.lease_s`."""
     _bytes: int = 0
     _replaying: bool = False
+    _replayed: int = 0
+    """When the latest delta came that was read."""
     _numerics: dict[int, str] = field(default_factory=dict)
     """Of the target that drew the latest token, by completion."""
     _appending: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -203,25 +215,30 @@ class Journal:
         raises.
         """
         self.kept = bool(self.position) or (streamed and self.journals.available)
+        if not self.kept:
+            async with aclosing(model.generate_all(requests, client)) as deltas:
+                async for item in deltas:
+                    self.now = int(time.time())
+                    yield item
+            return
+        self.check(requests)
         before = None
-        if self.kept:
-            self.check(requests)
         if self.position:
             before = self._claimed(len(requests), model)
             attempt = secrets.token_hex(4)
             requests = [replace(each, attempt=attempt) for each in requests]
         try:
-            async with aclosing(model.generate_all(requests, client, before)) as deltas:
-                async for index, delta in deltas:
-                    if not self._replaying:
-                        self.now = int(time.time())
-                        await self._append(self._entry(index, delta), model)
-                    yield index, delta
+            async with aclosing(gathered(self._timed(model.generate_all(requests, client, before)))) as batches:
+                async for batch in batches:
+                    await self._append([self._entry(each) for each in batch if each.new], model)
+                    for each in batch:
+                        self.now = each.when
+                        yield each.completion, each.delta
         except (RetryLaterError, StreamLeftError):
             raise
         except ApiError as error:
             if self.position and not self._replaying:
-                await self._append(_error_entry(error), model)
+                await self._append([_error_entry(error)], model)
             raise
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
@@ -254,6 +271,7 @@ class Journal:
             for entry in unread:
                 if isinstance(entry, list):
                     index, delta = self._decoded(entry)
+                    self.now = self._replayed
                     restore_text(processors[index], delta)
                     running -= delta.finish_reason is not None
                     yield index, delta
@@ -283,7 +301,7 @@ class Journal:
     async def renew(self, model: ServedModel) -> None:
         """Prolong the lease, and learn what other gateways ask for. Raises `StreamLeftError`."""
         if not (self._replaying or self._appending.locked()):
-            await self._append(None, model)
+            await self._append([], model, look=True)
 
     async def cancel(self) -> None:
         """Tell the request's owner to end it. Raises `UnavailableError`."""
@@ -291,6 +309,12 @@ class Journal:
             await self._unread()
         if written is Written.LOST:
             raise _unavailable()
+
+    async def _timed(self, deltas: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[TimedDelta]:
+        async with aclosing(deltas):
+            async for index, delta in deltas:
+                when = self._replayed if self._replaying else int(time.time())
+                yield TimedDelta(index, delta, when, new=not self._replaying)
 
     async def _claimed(self, completions: int, model: ServedModel) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas in the journal. Unless all completions have ended there, the request is then this gateway's."""
@@ -312,9 +336,13 @@ class Journal:
                 self._replaying = False
                 return
 
-    async def _append(self, entry: Entry | None, model: ServedModel) -> None:
-        """Append as the owner, if the journal is kept; None: nothing, only look. Raises `StreamLeftError`."""
-        entries = () if entry is None else (entry,)
+    async def _append(self, entries: Sequence[Entry], model: ServedModel, *, look: bool = False) -> None:
+        """Append as the owner, if the journal is kept. Raises `StreamLeftError`.
+
+        `look`: ask the journal even if there is nothing to append.
+        """
+        if not (entries or look):
+            return
         async with self._appending:
             while self.kept and (written := await self._write(*entries)) is not Written.YES:
                 unread: list[Entry] = []
@@ -357,20 +385,46 @@ class Journal:
         if "cancel" in entry:
             model.running.abort(self.client, self.id)
 
-    def _entry(self, index: int, delta: Delta) -> Entry:
-        numerics = delta.numerics if delta.tokens and delta.numerics != self._numerics.get(index) else None
-        if numerics is not None:
-            self._numerics[index] = numerics
+    def _entry(self, each: TimedDelta) -> Entry:
+        index, delta, numerics = each.completion, each.delta, None
+        if delta.tokens and delta.numerics != self._numerics.get(index):
+            numerics = self._numerics[index] = delta.numerics or ""
         message = encode_delta(delta, "").SerializeToString()
-        return [index, self.now, numerics, b64encode(message).decode()]
+        return [index, each.when, numerics, b64encode(message).decode()]
 
     def _decoded(self, entry: list[Any]) -> tuple[int, Delta]:
-        index, self.now, numerics, message = entry
+        index, self._replayed, numerics, message = entry
         if numerics is not None:
             self._numerics[index] = numerics
         delta = decode_delta(target_pb2.DeltaFrame.Delta.FromString(b64decode(message)))
         delta.numerics = self._numerics.get(index)
         return index, delta
+
+
+async def gathered(items: AsyncGenerator[T]) -> AsyncGenerator[list[T]]:
+    """The items of a generator. Those that come while the receiver is busy come together."""
+    waiting: list[T] = []
+    changed = asyncio.Event()
+
+    async def collect() -> None:
+        async with aclosing(items):
+            async for item in items:
+                waiting.append(item)
+                changed.set()
+
+    collecting = asyncio.create_task(collect())
+    collecting.add_done_callback(lambda _: changed.set())
+    try:
+        while waiting or not collecting.done():
+            await changed.wait()
+            changed.clear()
+            batch, waiting[:] = waiting.copy(), []
+            if batch:
+                yield batch
+        collecting.result()
+    finally:
+        collecting.cancel()
+        await asyncio.wait([collecting])
 
 
 def _digest(requests: Sequence[GenerationRequest]) -> str:

@@ -145,7 +145,7 @@ async def test_a_gateway_that_was_silent_loses_its_responses(monkeypatch: pytest
     """Another one goes on; the first one cancels, and no token is doubled."""
     async with open_pair() as (first, second):
         first.decoder.hold_after = 3
-        monkeypatch.setattr(background, "LEASE_S", 0.1)  # less than the time between two renewals
+        monkeypatch.setattr(background, "LEASE_S", 0.01)  # less than the time between two renewals
         response = await begin(first)
         await until(lambda: len(first.decoder.requests) > 1)
         monkeypatch.setattr(background, "LEASE_S", 60.0)

@@ -65,7 +65,7 @@ async def test_streams_go_on_after_the_last_event_that_each_client_saw() -> None
 
         here.stack.decoder.hold_after = 6 * 20
         readers = [asyncio.create_task(read(each)) for each in streams]
-        await until(lambda: not here.stack.decoder.gate.is_set())
+        await until(lambda: all(each.tokens for each in streams) and not here.stack.decoder.gate.is_set())
         here.gateway.process.kill()
         broken = await asyncio.gather(*readers, return_exceptions=True)
         assert all(isinstance(each, httpx.TransportError) for each in broken)

@@ -52,7 +52,7 @@ def test_a_shape_fills_its_time_and_its_users_follow() -> None:
 
 def events(*chunks: object) -> list[tuple[float, bytes]]:
     """One event per second from 11.0 on, then the end mark."""
-    encoded = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
+    encoded = [b"id: r:%d\ndata: %b\n\n" % (i, json.dumps(chunk).encode()) for i, chunk in enumerate(chunks, 1)]
     return [(11.0 + i, each) for i, each in enumerate([*encoded, b"data: [DONE]\n\n"])]
 
 

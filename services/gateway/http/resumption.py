@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 from fastapi import Request
 
@@ -58,4 +57,4 @@ async def numbered(journal: Journal, events: AsyncGenerator[ServerSentEvent]) ->
         async for event in events:
             number += 1
             if number > journal.seen:
-                yield replace(event, id=journal.event_id(number))
+                yield ServerSentEvent(event.data, event.event, journal.event_id(number))

@@ -48,8 +48,11 @@ class BackgroundResponses(PeriodicTask):
             except StreamLeftError:  # this gateway was silent for too long
                 task.cancel()
         with suppress(StateUnavailableError, UnavailableError):
+            self._requests.models.check_available()
+            mine = {journal.id for journal, _ in self._running.values()}
             for journal in await self._requests.journals.unleased():
-                await self._take_over(journal)
+                if journal.id not in mine:
+                    await self._take_over(journal)
 
     async def __aexit__(self, *exc: object) -> None:
         """Leave what runs to other gateways."""
@@ -66,12 +69,14 @@ class BackgroundResponses(PeriodicTask):
         if client is None:
             await self._requests.journals.delete(journal.client, journal.id)
             return
+        try:
+            made = await self._requests.prepare(journal, client)
+        except ApiError as error:  # such as a model that other gateways serve
+            log.debug("response resp_%s cannot go on here: %s", journal.id, error)
+            return
         if await journal.lease(LEASE_S):
             log.info("response resp_%s goes on here", journal.id)
-            try:
-                self._start(journal, await self._requests.prepare(journal, client))
-            except ApiError as error:
-                log.warning("response resp_%s cannot go on here: %s", journal.id, error)
+            self._start(journal, made)
 
     def _start(self, journal: Journal, made: ResponseGeneration) -> None:
         task = asyncio.create_task(self._generate(journal, made), name=f"background resp_{journal.id}")
