@@ -15,8 +15,8 @@ from paceline.grammar.grammar_checker import complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
 from paceline.grammar.lark_rules import LarkRules
 from paceline.text import Tokenizer
-from paceline_services.gateway import tag_grammar
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.structured import tag_grammar
 from paceline_services.gateway.structured.structural_tag import TagFormat
 from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
 
