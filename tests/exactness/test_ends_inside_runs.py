@@ -254,7 +254,7 @@ def test_end_of_the_reasoning(bench: Bench) -> None:
             "r",
             seed=seed,
             temperature=1.0,
-            logit_bias={ANSWER: 4.0},
+            logit_bias={ANSWER: 8.0},
             grammar=grammar_from_regex("[a-z ]{5,9}"),
             grammar_begins_after=(ANSWER,),
         )
