@@ -57,7 +57,7 @@ class ApiClient:
         response.raise_for_status()
         if not sent.body.get("stream"):
             return Answer(self._compared(response.json()))
-        *events, end = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+        *events, end = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
         if end != "[DONE]":
             raise WrongStreamError(f"the stream ended with {end}")
         return Answer(self._compared(joined([json.loads(event) for event in events])))
