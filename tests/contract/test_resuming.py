@@ -221,14 +221,19 @@ async def test_a_stream_is_resumed_while_its_first_client_still_reads(pair: Pair
     await until(lambda: not decoder.gate.is_set())
     third = asyncio.create_task(stream(pair.first, path, None, f"{request_id}:1"))
     await until(lambda: len(decoder.requests) == 3)
+    decoder.hold_after = 8  # the second ends by its fence, not with its last token
+    decoder.gate.set()
+    left = await second
+    ids = [request.request_id for request in decoder.requests]
+    async with asyncio.timeout(20):
+        assert [await decoder.cancelled.get() for _ in range(2)] == ids[:2]
+    await until(lambda: not decoder.gate.is_set())
     decoder.gate.set()
     assert comparable([whole[0], *await third]) == comparable(whole)
-    for earlier in (fenced[1:], await second):
+    for earlier in (fenced[1:], left):
         *events, error, _ = earlier
         assert '"code":"resumed_elsewhere"' in error
         assert events == third.result()[: len(events)] != []
-    ids = [request.request_id for request in decoder.requests]
-    assert [await decoder.cancelled.get() for _ in range(2)] == ids[:2]
     assert len(set(ids)) == 3, "a target may still have an earlier attempt"
 
 
