@@ -32,7 +32,7 @@ from tests.combinations.request_rules import ANSWER, COMPLETIONS, EOS, QUESTIONS
 SHORT = 200
 """Tokens of an output at first."""
 LONG = {"completions": 1500, "chat": None}
-"""Tokens of an output that was cut before. None: as many as the context of 2,048 holds, for tools are long prompts."""
+"""Tokens of an output that was cut before. None: as many as the context holds, for tools make prompts long."""
 
 
 class InvalidOutputError(Exception):

@@ -1,4 +1,4 @@
-"""A slice of `make combinations`, and that no field of the API is missing among its rules."""
+"""Slices of `make combinations` and `make schemas`, and that no field of the API is missing among the rules."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from paceline_services.gateway.structured.structural_tag import Format
 from tests.combinations.__main__ import compare_all, served_model
 from tests.combinations.api_answers import api_client, as_grpc
 from tests.combinations.request_rules import NOT_COMBINED, Combination, each_alone
+from tests.combinations.schemas import validate_all
 
 ALONE = [sent for seed in range(8) for sent in each_alone(Random(seed))]
 WITHOUT_EFFECT = (NoneType, Any)
@@ -91,3 +92,12 @@ async def test_speculation_changes_no_answer(addresses: tuple[str, str]) -> None
         assert found.counts["refused"] < 10
         assert min(found.counts["http"], found.counts["grpc"], found.counts["streamed"]) > 15
         assert client.accepted > 300
+
+
+@pytest.mark.alone
+async def test_outputs_are_valid(addresses: tuple[str, str]) -> None:
+    async with api_client(*addresses) as client:
+        found = await validate_all(client, 15, seed=30)
+        assert found.invalid == []
+        assert [found.counts[kind] for kind in ("schemas", "regexes", "tools")] == [5, 5, 5]
+        assert client.accepted > 50

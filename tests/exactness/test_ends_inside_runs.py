@@ -7,7 +7,7 @@ target's own, until the end falls somewhere into such a run. The model is the sh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -27,10 +27,10 @@ from paceline.model import Model, load
 from paceline.output_processor import OutputProcessor
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.output_format import OutputFormat
-from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.parsing.reasoning import ReasoningFormat
 from paceline.parsing.tool_grammar import forced_call_grammar
 from paceline.text import Tokenizer
-from tests.combinations.request_rules import ANSWER, EOS
+from tests.combinations.request_rules import EOS
 from tests.exactness.test_engine import FREE
 from tests.helpers.tool_models import save_tool_weights
 
@@ -40,7 +40,6 @@ PLACES = range(2, 2 * (RUN + 1) + 2)
 """Where the output's last token is: all of two steps."""
 LONGEST = 24
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=LONGEST, logprobs=2, stop_token_ids=(EOS,))
-PARSER = OutputFormat(REASONING_FORMATS["qwen3"], HERMES)
 
 
 class Knowing(Speculator):
@@ -239,7 +238,8 @@ def test_end_of_a_tool_call(bench: Bench) -> None:
         schema = {"type": "object", "properties": {"q": word}, "required": ["q"], "additionalProperties": False}
         grammar = forced_call_grammar(HERMES, {"f": schema}, bench.tokenizer, parallel=False)
         request = bench.request("r", grammar=grammar, max_tokens=80)
-        output, place = check(bench, read(bench, request, {"f": schema}))
+        parser = partial(OutputFormat(tools=HERMES).parser, {"f": schema})
+        output, place = check(bench, replace(request, parser=parser, shown_tokens=bench.tokenizer.special_ids - {EOS}))
         assert re.fullmatch(rf'\s*<tool_call>.*"q"\s*:\s*"[a-z]{{{size}}}".*</tool_call>', output.text, re.DOTALL)
         assert output.finish_reason is FinishReason.STOP
         places.append(place)
@@ -247,28 +247,20 @@ def test_end_of_a_tool_call(bench: Bench) -> None:
 
 
 def test_end_of_the_reasoning(bench: Bench) -> None:
-    """Where the grammar begins: the model writes the marker when it likes to, by another seed elsewhere."""
+    """Where the grammar begins. The marker is what the model happens to write there."""
     places = []
-    for seed in range(60):
+    for at in PLACES:
+        text = bench.text(at + 1)
+        starts = [(first, len(bench.text(first))) for first in range(at, -1, -1)]
+        first, start = next(each for each in starts if text.find(text[each[1] :]) == each[1])
         request = bench.request(
-            "r",
-            seed=seed,
-            temperature=1.0,
-            logit_bias={ANSWER: 8.0},
-            grammar=grammar_from_regex("[a-z ]{5,9}"),
-            grammar_begins_after=(ANSWER,),
+            "r", grammar=grammar_from_regex("[a-z ]{5,9}"), grammar_begins_after=tuple(bench.tokens[first : at + 1])
         )
-        plain = bench.answer(bench.engine(NoDraftClient()), request)
-        if ANSWER in plain.tokens:
-            at = plain.tokens.index(ANSWER)
-            output, place = check(bench, read(bench, request, {}, inside=True), at)
-            assert output.reasoning_tokens >= at
-            places.append(place)
+        form = OutputFormat(ReasoningFormat("own", "<think>", text[start:]))
+        request = replace(request, parser=partial(form.parser, {}, inside=True))
+        output, place = check(bench, request, at)
+        assert output.tokens[: at + 1] == bench.tokens[: at + 1]
+        assert re.fullmatch("[a-z ]{5,9}", output.text.removeprefix(text))
+        assert output.reasoning_tokens >= at - first
+        places.append(place)
     check_places(places)
-
-
-def read(bench: Bench, request: GenerationRequest, tools: dict[str, Any], *, inside: bool = False) -> GenerationRequest:
-    """The request of a chat, whose output is parsed."""
-    markers = frozenset(bench.tokenizer.token_id(marker) for marker in PARSER.markers)
-    parser: Callable[[], Any] = partial(PARSER.parser, tools, inside=inside)
-    return replace(request, parser=parser, shown_tokens=markers)
