@@ -63,8 +63,11 @@ async def test_streams_go_on_after_the_last_event_that_each_client_saw() -> None
                 async for line in response.aiter_lines():
                     stream.feed(line)
 
-        here.stack.decoder.hold_after = 6 * 20
+        here.stack.decoder.gate.clear()
         readers = [asyncio.create_task(read(each)) for each in streams]
+        await until(lambda: len(here.stack.decoder.requests) == len(streams))
+        here.stack.decoder.hold_after = 20 * len(streams)
+        here.stack.decoder.gate.set()
         await until(lambda: all(each.tokens for each in streams) and not here.stack.decoder.gate.is_set())
         here.gateway.process.kill()
         broken = await asyncio.gather(*readers, return_exceptions=True)
