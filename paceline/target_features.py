@@ -18,6 +18,8 @@ COMMON_PARAMETERS = frozenset(
     )
 )
 """The parameters of every target, also of one that names none."""
+VLLM_LACKS = ("grammar_begins_after", "grammar_waits_if", "logprob_token_ids")
+"""The features that a target with vLLM as its engine does not have: its grammars begin with the output."""
 
 
 def all_features(without: Collection[str] = ()) -> list[str]:

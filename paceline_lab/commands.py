@@ -78,14 +78,27 @@ def baseline() -> None:
     peers(engines=["paceline", "transformers"], sizes=["shipped"])
 
 
+Methods = Annotated[list[str] | None, typer.Argument(help="names of methods, such as eagle3; all by default")]
+
+
 @bench.command()
-def methods(
-    only: Annotated[list[str] | None, typer.Argument(help="names of methods, such as eagle3; all by default")] = None,
-) -> None:
+def methods(only: Methods = None) -> None:
     """Acceptance, by depth, and speed-up of every drafting method, on four workloads."""
     from paceline_lab.bench import method_comparison
 
-    result = _measured(lambda console: method_comparison.run(console, only or ()))
+    _exit_if_equal(_measured(lambda console: method_comparison.run(console, only or ())))
+
+
+@bench.command()
+def grammar(only: Methods = None) -> None:
+    """The same on JSON extraction, where a schema binds every output: speculation over plain decoding."""
+    from paceline_lab.bench import method_comparison
+
+    _exit_if_equal(_measured(lambda console: method_comparison.run_with_grammar(console, only or ())))
+
+
+def _exit_if_equal(result: dict[str, Any]) -> None:
+    """End with code 0 if all outputs were those of plain decoding, else with 1."""
     raise typer.Exit(0 if all(row["identical"] for row in result["rows"]) else 1)
 
 

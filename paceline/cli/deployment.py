@@ -6,6 +6,7 @@ import random
 import secrets
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -117,14 +118,31 @@ class Deployment:
         options = (*self._names, *address, "--redis-url", redis_url, *keys, *demo, *parsers, *self._traces)
         return _service("gateway", "gateway", *options, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
 
-    def _target(self, redis_url: str, index: int, worker_id: str) -> list[Program]:
+    def _target_devices(self, index: int) -> list[str]:
+        """Of the ranks of a target. Plain `cuda`: each rank has a device of its own."""
         device, size = self.engine.device, self.engine.tensor_parallel_size
-        first = index * size  # plain `cuda`: each rank has a device of its own
-        devices = [f"cuda:{first + rank}" if device == "cuda" and size > 1 else device for rank in range(size)]
-        engine = self.engine.model_copy(update={"cpus": self.cores[worker_id]})
+        own = device == "cuda" and size > 1
+        return [f"cuda:{index * size + rank}" if own else device for rank in range(size)]
+
+    def _draft_devices(self, index: int) -> list[str]:
+        named, size = self.speculation.draft_devices, self.speculation.draft_tensor_parallel_size
+        return [named[(index * size + rank) % len(named)] if named else self.engine.device for rank in range(size)]
+
+    def _workers_on(self, devices: Sequence[str]) -> tuple[int, int]:
+        """Processes of targets and of drafts on the fullest of these devices."""
+        every = ((len(self.targets), self._target_devices), (len(self.drafts), self._draft_devices))
+        targets, drafts = (Counter(_numbered(d) for i in range(n) for d in of(i)) for n, of in every)
+        fullest = max(map(_numbered, devices), key=lambda device: targets[device] + drafts[device])
+        return targets[fullest], drafts[fullest]
+
+    def _target(self, redis_url: str, index: int, worker_id: str) -> list[Program]:
+        devices = self._target_devices(index)
+        engine = self.engine.model_copy(
+            update={"cpus": self.cores[worker_id], "device_workers": self._workers_on(devices)}
+        )
         options = [*self._names, "--port", str(self.targets[worker_id]), "--drain-s", str(DRAIN_S)]
         if self.vllm is not None:
-            devices, engine = [device], self.engine  # it starts its ranks itself
+            devices, engine = [self.engine.device], self.engine  # it starts its ranks itself
             options += ["--engine", "vllm", "--vllm-options", self.vllm.model_dump_json()]
         return self._worker("target", worker_id, redis_url, devices, engine, *options, drain_s=DRAIN_S)
 
@@ -135,8 +153,8 @@ class Deployment:
         if self.target_cores:
             left = len(set(cpu_affinity.available()) - set(self.target_cores))
             changes["threads"] = max(1, min(self.engine.threads, left))
-        named = self.speculation.draft_devices
-        devices = [named[(index * size + rank) % len(named)] if named else self.engine.device for rank in range(size)]
+        devices = self._draft_devices(index)
+        changes["device_workers"] = self._workers_on(devices)
         engine = self.engine.model_copy(update=changes)
         advertised = ("--advertise", self.advertised[worker_id]) if worker_id in self.advertised else ()
         options = ("--target-model", self.model, "--port", str(self.drafts[worker_id]), *advertised)
@@ -239,6 +257,11 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         demo_page=options.demo_page,
     )
+
+
+def _numbered(device: str) -> str:
+    """`cuda` is the first device."""
+    return "cuda:0" if device == "cuda" else device
 
 
 def _check_name(option: str, name: str, formats: Iterable[str]) -> None:

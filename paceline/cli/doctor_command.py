@@ -27,10 +27,11 @@ from paceline.config import LOOKUP_METHODS, EngineConfig, SpeculativeConfig
 from paceline.doctor import default_prompts
 from paceline.doctor.advice import Advice
 from paceline.doctor.candidates import candidates
-from paceline.doctor.diagnosis import DiagnosedMethod, Diagnosis, config_json, diagnose, gigabytes
+from paceline.doctor.diagnosis import DiagnosedMethod, Diagnosis, config_json, diagnose
 from paceline.doctor.measurement import MeasurementSettings
 from paceline.doctor.measurements import MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import Prompt, PromptsError, encoded, lack_chat_template, read
+from paceline.drafting.memory_plan import gigabytes
 from paceline.launcher import StartError
 from paceline.llm import LLM
 from paceline.model_names import ModelNotFoundError
@@ -72,7 +73,8 @@ def _prompts(options: DoctorOptions) -> list[Prompt]:
 
 
 def _here(console: Console, options: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
-    engine: dict[str, Any] = {"enable_prefix_caching": False}
+    # Drafts come and go beside the target, so it does not plan to fill the memory.
+    engine: dict[str, Any] = {"enable_prefix_caching": False, "slots": options.engine.slot_count}
     if "threads" not in options.engine.model_fields_set:
         engine["threads"] = os.cpu_count() or 1
     try:

@@ -3,7 +3,7 @@
 Nothing here needs torch; the gateway, the command line and the library share these classes.
 """
 
-from paceline.config.engine_config import EngineConfig
+from paceline.config.engine_config import UNPLANNED_SLOTS, EngineConfig
 from paceline.config.method_names import (
     AUTO,
     DETECT,
@@ -18,11 +18,11 @@ from paceline.config.method_names import (
     SUFFIX_DEPTH,
     LookupMethod,
     Method,
-    StrategyName,
 )
 from paceline.config.sampling_params import SamplingParams
 from paceline.config.settings import Settings
 from paceline.config.speculative_config import SpeculativeConfig, SpeculativeOptions
+from paceline.config.verification_strategies import STRATEGIES, Strategy, StrategyName
 
 __all__ = [
     "AUTO",
@@ -35,7 +35,9 @@ __all__ = [
     "METHODS_READ_FROM_CHECKPOINT",
     "MODEL_METHODS",
     "POOL",
+    "STRATEGIES",
     "SUFFIX_DEPTH",
+    "UNPLANNED_SLOTS",
     "EngineConfig",
     "LookupMethod",
     "Method",
@@ -43,5 +45,6 @@ __all__ = [
     "Settings",
     "SpeculativeConfig",
     "SpeculativeOptions",
+    "Strategy",
     "StrategyName",
 ]

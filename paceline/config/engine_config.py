@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeInt
 
 from paceline.config.settings import Settings
 
+UNPLANNED_SLOTS = 16384
+
 
 class EngineConfig(Settings):
     """The engine of one target or draft worker."""
@@ -22,9 +24,22 @@ class EngineConfig(Settings):
     cpus: tuple[NonNegativeInt, ...] | None = Field(
         None, description="CPU cores to which a target is bound; empty: any; None: `paceline serve` chooses"
     )
-    slots: int = Field(16384, ge=256, description="positions the KV cache holds, over all requests")
+    slots: int | None = Field(
+        None, ge=256, description="positions the KV cache holds, over all requests; None: planned from free memory"
+    )
+    device_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of a device's memory that planned workers may take, weights included"
+    )
+    device_workers: tuple[NonNegativeInt, NonNegativeInt] | None = Field(
+        None, description="targets and drafts that share the device; None: `paceline serve` counts, or this one alone"
+    )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output; None: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
     max_num_batched_rows: int = Field(256, ge=8, description="rows of one forward pass")
     enable_prefix_caching: bool = True
     trust_remote_code: bool = Field(False, description="run code that comes with a model: only from authors you trust")
+
+    @property
+    def slot_count(self) -> int:
+        """`slots`, or a fixed number where none were planned, as for a fake model."""
+        return self.slots or UNPLANNED_SLOTS

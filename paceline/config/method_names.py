@@ -79,7 +79,6 @@ if TYPE_CHECKING:  # a type checker cannot evaluate the table
 else:
     Method = Literal["none", AUTO, DETECT, *METHODS, POOL]
     LookupMethod = Literal[LOOKUP_METHODS]
-StrategyName = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
 VocabularyMappingName = Literal["none", "intersection", "strings"]
 MAPPING_HINT = 'or set "vocabulary_mapping" to "intersection" or "strings"'
 """Advice for a draft whose vocabulary differs from the target's."""

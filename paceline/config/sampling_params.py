@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -12,6 +12,8 @@ from paceline.config.settings import Settings
 SEED_BITS = 64
 MAX_GRAMMAR_LENGTH = 65_536
 """Characters. Fifty tools of a coding agent take 39,000; compiling them takes 24 ms."""
+
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class SamplingParams(Settings):
@@ -24,21 +26,15 @@ class SamplingParams(Settings):
     repetition_penalty: float = Field(1.0, gt=0.0, le=100.0, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
-        default_factory=dict
-    )
-    bad_words: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
-        (), description="token sequences that must not occur"
-    )
-    allowed_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description="the only tokens that are drawn; empty: any"
-    )
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
+    bad_words: tuple[tuple[TokenId, ...], ...] = Field((), description="token sequences that must not occur")
+    allowed_token_ids: tuple[TokenId, ...] = Field((), description="the only tokens that are drawn; empty: any")
     grammar: str = Field(
         "",
         max_length=MAX_GRAMMAR_LENGTH,
         description="grammar of the output, as `paceline.grammar` writes it; empty: none",
     )
-    grammar_begins_after: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+    grammar_begins_after: tuple[TokenId, ...] = Field(
         (),
         description="tokens that end a model's reasoning: the grammar applies to what follows; empty: to everything",
     )
@@ -48,12 +44,12 @@ class SamplingParams(Settings):
     min_tokens: int = Field(0, ge=0)
     max_tokens: int = Field(16, ge=0, description="0: the prompt is computed, and no token is drawn")
     seed: int = Field(0, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(
         None, ge=0, le=20, description="how many of the most probable tokens to report at each position of the prompt"
     )
-    logprob_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+    logprob_token_ids: tuple[TokenId, ...] = Field(
         (), description="with logprobs: report these tokens in place of the most probable ones"
     )
 
@@ -105,3 +101,9 @@ class SamplingParams(Settings):
     def penalised(self) -> bool:
         """Whether penalties make the distribution depend on earlier tokens, beyond the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+TOKEN_ID_FIELDS = tuple(
+    name for name, field in SamplingParams.model_fields.items() if get_args(field.annotation)[:1] == (TokenId,)
+)
+"""The parameters that are collections of token ids. Gateways check their ids against the target's vocabulary."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, NonNegativeInt, field_validator, model_validator
@@ -21,19 +23,10 @@ from paceline.config.method_names import (
     SUFFIX_DEPTH,
     LookupMethod,
     Method,
-    StrategyName,
     VocabularyMappingName,
 )
 from paceline.config.settings import Settings
-
-KEYS_OF_STRATEGIES = {
-    ("block_verification",): ("residual",),
-    ("posterior_threshold", "posterior_alpha"): ("typical-acceptance",),
-    ("logit_comparison_eps",): ("logit-comparison",),
-    ("use_relaxed_acceptance_for_thinking",): ("coupled", "greedy"),
-    ("synthetic_acceptance_rate",): ("coupled",),
-}
-"""Keys that only some strategies use, and these strategies."""
+from paceline.config.verification_strategies import STRATEGIES, Strategy, StrategyName
 
 
 class SpeculativeOptions(Settings):
@@ -132,7 +125,9 @@ class SpeculativeConfig(Settings):
     draft_tensor_parallel_size: int = Field(
         1, ge=1, description="ranks of the draft model; independent of the target's"
     )
-    draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
+    draft_devices: tuple[str, ...] = Field(
+        (), description="devices for draft workers, e.g. cuda:0; empty: the target's"
+    )
     vocabulary_mapping: VocabularyMappingName = Field(
         "none",
         description="for a draft_model with another vocabulary than the target's. intersection: it drafts tokens that "
@@ -197,9 +192,10 @@ class SpeculativeConfig(Settings):
         together = (self.method, *self.beside)
         if self.beside and (self.method == "none" or len(set(together)) < len(together)):
             raise ValueError(STACKS)
-        needs = MODEL if self.method == DETECT else METHODS[self.method].needs if self.method in METHODS else ()
-        if needs and not any(getattr(self, key) for key in needs):
-            raise ValueError(f"method {self.method} needs `{needs[0]}`: {NEEDED_KEYS[needs[0]]}")
+        for method in together:
+            needs = MODEL if method == DETECT else METHODS[method].needs if method in METHODS else ()
+            if needs and not any(getattr(self, key) for key in needs):
+                raise ValueError(f"method {method} needs `{needs[0]}`: {NEEDED_KEYS[needs[0]]}")
         if self.method == POOL and self.draft_placement == "target":
             raise ValueError("method pool leaves drafting to draft workers: leave out draft_placement")
         if self.vocabulary_mapping != "none" and self.method != "draft_model":
@@ -224,11 +220,10 @@ class SpeculativeConfig(Settings):
     @model_validator(mode="after")
     def _check_strategy_keys(self) -> SpeculativeConfig:
         """Refuse keys that the chosen strategy does not use."""
-        strategy = self.rejection_sampling_strategy
-        for keys, owners in KEYS_OF_STRATEGIES.items():
-            for key in keys:
-                if strategy not in owners and getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} means nothing to rejection_sampling_strategy {strategy}")
+        chosen = STRATEGIES[self.rejection_sampling_strategy]
+        for key in chain.from_iterable(strategy.keys for strategy in STRATEGIES.values()):
+            if key not in chosen.keys and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} means nothing to rejection_sampling_strategy {chosen.name}")
         if self.synthetic_acceptance_rate is not None and self.use_relaxed_acceptance_for_thinking:
             raise ValueError("synthetic_acceptance_rate leaves use_relaxed_acceptance_for_thinking nothing to accept")
         return self
@@ -248,6 +243,16 @@ class SpeculativeConfig(Settings):
             if not relaxed and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} means nothing without use_relaxed_acceptance_for_thinking")
         return self
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the deployment. Two of them have keys of their own and modify the named strategy."""
+        strategy = STRATEGIES[self.rejection_sampling_strategy]
+        if self.synthetic_acceptance_rate is not None:
+            return replace(strategy, name="synthetic", exact=False, drafter_invariant=False)
+        if self.use_relaxed_acceptance_for_thinking:
+            return replace(strategy, name="relaxed-thinking", exact=False, drafter_invariant=False)
+        return strategy
 
     @property
     def enabled(self) -> bool:

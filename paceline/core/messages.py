@@ -148,7 +148,7 @@ class SpeculationStats:
     steps: int = 0
     drafts: list[str] = field(default_factory=list)
     strategy: str = "coupled"
-    """The verification strategy; the flags below are its promises: see `paceline.core.verify.Strategy`."""
+    """The verification strategy; the flags below are its promises: see `paceline.config.Strategy`."""
     lossy: bool = False
     drafter_invariant: bool = True
 

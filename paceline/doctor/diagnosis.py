@@ -13,9 +13,9 @@ from paceline.config import SpeculativeConfig
 from paceline.doctor.advice import Advice, advice
 from paceline.doctor.candidates import CandidateMethod, combined_candidate
 from paceline.doctor.causes import Cause, causes
-from paceline.doctor.draft_memory import MemoryNeed, free_bytes
 from paceline.doctor.measurement import MeasurementSettings, measure, need
 from paceline.doctor.measurements import MethodMeasurement
+from paceline.drafting.memory_plan import MemoryNeed, free_bytes, gigabytes
 from paceline.llm import LLM, VocabularyMismatchError
 from paceline.model_names import ModelNotFoundError
 
@@ -122,10 +122,6 @@ def short_of(needed: MemoryNeed, free: int) -> str:
         f"{gigabytes(needed.states)} of hidden states, and {gigabytes(free)} are free: lower `slots`, or choose "
         "a smaller draft"
     )
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def config_json(config: SpeculativeConfig) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from paceline.config import LOOKUP_METHODS, MODEL_METHODS, SamplingParams, SpeculativeConfig
 from paceline.doctor.candidates import CandidateMethod
-from paceline.doctor.draft_memory import MemoryNeed, memory_need
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.speed_forecast import batch_seconds
 from paceline.drafting import complete_config, hidden_state_layers
+from paceline.drafting.memory_plan import MemoryNeed, memory_need
 from paceline.llm import LLM, Completion
 from paceline.model_names import is_fake_model
 from paceline.text import Tokenizer
@@ -174,4 +174,4 @@ def need(target: LLM, config: SpeculativeConfig) -> MemoryNeed:
         return MemoryNeed()
     config = complete_config(config, target.model.name)
     layers = hidden_state_layers(config, target.config, target.model.target_weights)
-    return memory_need(config, target.model.target_weights(), target.config.slots, len(layers))
+    return memory_need(config, target.model.target_weights(), target.config.slot_count, len(layers))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import family
-from paceline.config import AUTO, DETECT, LOOKUP_METHODS, MAX_DEPTH, SpeculativeConfig
+from paceline.config import AUTO, DETECT, LOOKUP_METHODS, MAX_DEPTH, METHODS, SpeculativeConfig
 from paceline.drafting.heads.mtp_layouts import MTP_FAMILIES
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model_names import is_fake_model, resolve_model
@@ -36,7 +36,7 @@ def resolve_auto(config: SpeculativeConfig, target: str | None) -> SpeculativeCo
     if config.method != AUTO:
         return config
     choice = choose_method(config.model, target)
-    beside = tuple(method for method in LOOKUP_METHODS if method != choice.method)
+    beside = tuple(name for name in LOOKUP_METHODS if name != choice.method and not METHODS[name].needs)
     log.info("method auto: %s, since %s; beside it %s", choice.method, choice.why, " and ".join(beside))
     update = {"method": choice.method, "model": choice.model, "beside": beside}
     return config.model_copy(update=update | _suffix_defaults(config, choice))

@@ -21,12 +21,12 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from paceline.config import STRATEGIES
 from paceline.core.growth import Growth
 from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
 from paceline.core.sampling import History
 from paceline.core.tree import ROOT, CommitResult, TokenTree
-from paceline.core.verify import STRATEGIES
-from paceline.drafting.cached_draft import CachedDraft, CachedSpeculator, round_robin
+from paceline.drafting.cached_speculator import CachedRequest, CachedSpeculator, round_robin
 from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts, predict_draws
 from paceline.drafting.sampled_drafts import SampledToken, sample_draft_tokens
 from paceline.model.rows import Row
@@ -34,13 +34,13 @@ from paceline.model.rows import Row
 DEFAULT_ROW_COST = RowCost([8], [1.0])
 """The cost of rows if it was not measured."""
 
-D = TypeVar("D", bound="BestFirstDraft")
+D = TypeVar("D", bound="BestFirstRequest")
 ScoredNode = tuple[float, D, int]
 """A node that can be expanded: its path log-probability, its request, the node."""
 
 
 @dataclass(slots=True, eq=False)
-class BestFirstDraft(CachedDraft):
+class BestFirstRequest(CachedRequest):
     """A request whose nodes are expanded."""
 
     slots: dict[int, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class BestFirstDraft(CachedDraft):
     @property
     def wanted(self) -> int:
         """How many tokens need computing. The root's pass gives its children, and is due when children are wanted."""
-        return self.missing if self.depth_limit > 0 and self.floor < 0.0 else max(0, self.missing - 1)
+        return self.missing if self.depth_limit > 0 and self.least_path_log_prob < 0.0 else max(0, self.missing - 1)
 
     @property
     def computable(self) -> int:
@@ -81,12 +81,13 @@ class BestFirstDraft(CachedDraft):
         return list(slots.values())
 
     def refresh_frontier(self) -> None:
-        tree, slots, depth_limit, floor = self.tree, self.slots, self.depth_limit, self.floor
+        tree, slots = self.tree, self.slots
+        depth_limit, least_path_log_prob = self.depth_limit, self.least_path_log_prob
         nodes = zip(tree.parents, tree.depths, tree.path_log_probs, strict=True)
         self.frontier = [
             node
             for node, (parent, depth, path_log_prob) in enumerate(nodes)
-            if path_log_prob > floor
+            if path_log_prob > least_path_log_prob
             and depth < depth_limit
             and (parent == ROOT or parent in slots)
             and node not in slots
@@ -110,14 +111,14 @@ class DraftPass(Generic[D]):
     wanted: list[int] = field(default_factory=list)
     expanded: list[tuple[D, int]] = field(default_factory=list)
 
-    def add_row(self, draft: D, node: int | None, row: Row) -> None:
+    def add_row(self, request: D, node: int | None, row: Row) -> None:
         self.rows.append(row)
-        self.owners.append((draft, node))
+        self.owners.append((request, node))
 
-    def expand_last(self, draft: D, node: int) -> None:
+    def expand_last(self, request: D, node: int) -> None:
         """The last row expands `node`."""
         self.wanted.append(len(self.rows) - 1)
-        self.expanded.append((draft, node))
+        self.expanded.append((request, node))
 
 
 class BestFirstSpeculator(CachedSpeculator[D]):
@@ -159,33 +160,35 @@ class BestFirstSpeculator(CachedSpeculator[D]):
 
     def tree(self, request_id: int) -> TokenTree:
         """The tree of an open request."""
-        return self._drafts[request_id].tree
+        return self._requests[request_id].tree
 
     def rewind(self, request_id: int, length: int) -> None:
         """Take back all nodes of an open request, and its committed tokens after the first `length`.
 
         The first `length` - 1 tokens stay computed; the last one is expanded again.
         """
-        draft = self._drafts[request_id]
-        self._free += [*draft.slots.values(), *draft.slot_table.slots[length:]]
-        draft.slots.clear()
-        draft.frontier.clear()
-        draft.slot_table.truncate(length)
-        del draft.tokens[length:]
-        draft.computed = min(draft.computed, length - 1)
-        draft.tree = TokenTree(length - 1, draft.tokens[-1])
-        split = min(length, len(draft.opening.tokens) - draft.opening.output_tokens)
-        draft.history = History(draft.history.params, draft.tokens[:split], draft.tokens[split:], self.vocabulary_size)
+        request = self._requests[request_id]
+        self._free += [*request.slots.values(), *request.slot_table.slots[length:]]
+        request.slots.clear()
+        request.frontier.clear()
+        request.slot_table.truncate(length)
+        del request.tokens[length:]
+        request.computed = min(request.computed, length - 1)
+        request.tree = TokenTree(length - 1, request.tokens[-1])
+        split = min(length, len(request.opening.tokens) - request.opening.output_tokens)
+        request.history = History(
+            request.history.params, request.tokens[:split], request.tokens[split:], self.vocabulary_size
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError, too, if a node that left its tree holds a slot."""
-        if any(draft.slots.keys() - set(draft.tree.nodes()) for draft in self._drafts.values()):
+        if any(request.slots.keys() - set(request.tree.nodes()) for request in self._requests.values()):
             raise AssertionError("a node that left its tree holds a slot")
         super().check_integrity()
 
     @property
     def _reclaimable_slots(self) -> int:
-        return len(self._free) + sum(len(draft.slots) for draft in self._drafts.values())
+        return len(self._free) + sum(len(request.slots) for request in self._requests.values())
 
     def _take(self, count: int) -> list[int]:
         """Take slots from expanded nodes if needed, unless even these are too few."""
@@ -197,10 +200,10 @@ class BestFirstSpeculator(CachedSpeculator[D]):
         """Free up to `count` slots: those of the unlikeliest nodes of the request with the most expanded nodes, on the
         link that holds the most slots."""
         held: Counter[int] = Counter()
-        for draft in self._drafts.values():
-            held[draft.opening.link] += len(draft.slot_table) + len(draft.slots)
-        expanded = [draft for draft in self._drafts.values() if draft.slots]
-        largest = max(expanded, key=lambda draft: (held[draft.opening.link], len(draft.slots)))
+        for request in self._requests.values():
+            held[request.opening.link] += len(request.slot_table) + len(request.slots)
+        expanded = [request for request in self._requests.values() if request.slots]
+        largest = max(expanded, key=lambda request: (held[request.opening.link], len(request.slots)))
         tree = largest.tree
         for node in sorted(largest.slots, key=lambda node: (tree.path_log_probs[node], -tree.depths[node]))[:count]:
             self._free.append(largest.slots.pop(node))
@@ -208,44 +211,44 @@ class BestFirstSpeculator(CachedSpeculator[D]):
 
     def _add_context(self, this: DraftPass[D], by_link: Sequence[Sequence[D]]) -> None:
         """Rows for missing committed tokens. The last one of a request expands its root."""
-        for draft, span in self._context(by_link):
+        for request, span in self._context(by_link):
             for i in span:
-                this.add_row(draft, None, draft.slot_table.row(draft.tokens[i], i))
-            if not draft.missing:
-                this.expand_last(draft, ROOT)
+                this.add_row(request, None, request.slot_table.row(request.tokens[i], i))
+            if not request.missing:
+                this.expand_last(request, ROOT)
 
     def _add_nodes(self, this: DraftPass[D], by_link: Sequence[Sequence[D]]) -> None:
         """Rows for the likeliest nodes. Their number maximises the summed path probability per second of the pass."""
         most = min(MAX_ROWS, len(self._free))
-        offers = [self._likeliest(drafts)[:most] for drafts in by_link]
+        offers = [self._likeliest(requests)[:most] for requests in by_link]
         best = sorted(itertools.chain(*offers), key=_neg_log_prob)[:most]
         probabilities = [math.exp(path_log_prob) for path_log_prob, _, _ in best]
         count = nodes_to_verify(probabilities, len(this.wanted), len(this.rows), most, self._cost)
         self._next_link += count
-        for _, draft, node in itertools.islice(round_robin(map(iter, offers)), count):
-            branch = [draft.slots[above] for above in draft.tree.path(node)[:-1]]
-            draft.slots[node] = self._free.pop()
-            [token] = draft.to_draft_tokens([draft.tree.tokens[node]])
-            this.add_row(draft, node, draft.slot_table.branch_row(token, [*branch, draft.slots[node]]))
-            this.expand_last(draft, node)
+        for _, request, node in itertools.islice(round_robin(map(iter, offers)), count):
+            branch = [request.slots[above] for above in request.tree.path(node)[:-1]]
+            request.slots[node] = self._free.pop()
+            [token] = request.to_draft_tokens([request.tree.tokens[node]])
+            this.add_row(request, node, request.slot_table.branch_row(token, [*branch, request.slots[node]]))
+            this.expand_last(request, node)
 
-    def _likeliest(self, drafts: Iterable[D]) -> list[ScoredNode[D]]:
+    def _likeliest(self, requests: Iterable[D]) -> list[ScoredNode[D]]:
         """The nodes of these requests that can be expanded, likeliest first."""
         nodes = [
-            (draft.tree.path_log_probs[node], draft, node)
-            for draft in drafts
-            if draft.frontier
-            for node in draft.expandable(1 if draft.sampled else self._width)
+            (request.tree.path_log_probs[node], request, node)
+            for request in requests
+            if request.frontier
+            for node in request.expandable(1 if request.sampled else self._width)
         ]
         return sorted(nodes, key=_neg_log_prob)
 
     def _add_children(self, expanded: Sequence[tuple[D, int]], logits: Tensor, ids: Tensor | None) -> dict[int, Growth]:
         new: dict[int, list[int]] = {}
-        for (draft, node), children in zip(expanded, self._children(expanded, logits, ids), strict=True):
-            nodes = new.setdefault(draft.opening.request_id, [])
-            nodes += [draft.tree.add(node, *child) for child in children[: draft.nodes_left]]
+        for (request, node), children in zip(expanded, self._children(expanded, logits, ids), strict=True):
+            nodes = new.setdefault(request.opening.request_id, [])
+            nodes += [request.tree.add(node, *child) for child in children[: request.nodes_left]]
         for key in new:
-            self._drafts[key].refresh_frontier()
+            self._requests[key].refresh_frontier()
         return self._growths(new)
 
     def _children(
@@ -254,22 +257,24 @@ class BestFirstSpeculator(CachedSpeculator[D]):
         """The new children of each node, likeliest first. A node that lost its slot is expanded a second time, and has
         children already."""
         children: list[Sequence[tuple[int, float] | SampledToken]] = [()] * len(expanded)
-        predicted = [i for i, (draft, _) in enumerate(expanded) if not draft.sampled]
-        sampled = [i for i, (draft, node) in enumerate(expanded) if draft.sampled and node not in draft.tree.parents]
+        predicted = [i for i, (request, _) in enumerate(expanded) if not request.sampled]
+        sampled = [
+            i for i, (request, node) in enumerate(expanded) if request.sampled and node not in request.tree.parents
+        ]
         if predicted:
             nodes, chosen = _selected(predicted, expanded, logits)
-            ranked = predict_draws(chosen, [draft.draw_row(node) for draft, node in nodes], self._width, ids)
-            for i, (draft, node), tokens in zip(predicted, nodes, ranked, strict=True):
-                children[i] = draft.new_children(node, tokens)
+            ranked = predict_draws(chosen, [request.draw_row(node) for request, node in nodes], self._width, ids)
+            for i, (request, node), tokens in zip(predicted, nodes, ranked, strict=True):
+                children[i] = request.new_children(node, tokens)
         if sampled:  # unlikely tokens, too: without them the samples would not follow the distribution
             nodes, chosen = _selected(sampled, expanded, logits)
-            samples = sample_draft_tokens(chosen, [draft.draw_row(node) for draft, node in nodes], ids)
+            samples = sample_draft_tokens(chosen, [request.draw_row(node) for request, node in nodes], ids)
             for i, sample in zip(sampled, samples, strict=True):
                 children[i] = [] if sample is None else [sample]
         return children
 
 
-def _neg_log_prob(node: ScoredNode[BestFirstDraft]) -> float:
+def _neg_log_prob(node: ScoredNode[BestFirstRequest]) -> float:
     return -node[0]
 
 

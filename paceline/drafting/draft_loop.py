@@ -32,7 +32,7 @@ RequestEvent = Opening | Context | Commit | Limit | RequestClosed
 
 
 @dataclass(slots=True)
-class DraftUpdate:
+class LinkUpdate:
     """The results of one or more rounds for one link."""
 
     growths: GrowthBatch = field(default_factory=GrowthBatch)
@@ -65,7 +65,7 @@ class DraftRounds:
     """From the loop: the rounds since the last message, and the updates of the links that have any."""
 
     stats: Sequence[RoundStats]
-    grown: Sequence[tuple[int, DraftUpdate]]
+    grown: Sequence[tuple[int, LinkUpdate]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _LinkState:
     number: int
     requests: dict[int, int] = field(default_factory=dict)
     """The speculator's request ids, by the link's."""
-    update: DraftUpdate = field(default_factory=DraftUpdate)
+    update: LinkUpdate = field(default_factory=LinkUpdate)
     growths: list[tuple[int, Growth]] = field(default_factory=list)
     """Growth that was not sent yet."""
     rounds: int = 0
@@ -224,7 +224,7 @@ class DraftLoop:
             if link.number in active or (due and link.growths):
                 link.update.growths = GrowthBatch.of(link.growths)
                 updates.append((link.number, link.update))
-                link.update, link.growths = DraftUpdate(applied=link.update.applied), []
+                link.update, link.growths = LinkUpdate(applied=link.update.applied), []
         began, self._began = self._began, self._clock()
         self._stats.append(RoundStats(self._began - began, nodes, self._dropped))
         self._dropped = 0

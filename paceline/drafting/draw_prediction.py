@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from paceline.config import STRATEGIES
 from paceline.core.sampling import History, SamplingRow, top_scores
 from paceline.core.tree import TokenTree
-from paceline.core.verify import STRATEGIES
 from paceline.drafting.speculator import DraftError, Opening
-from paceline.drafting.tree_speculator import TreeDraft, TreeSpeculator
+from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
 from paceline.grammar.grammar_state import GrammarCompiler
 from paceline.model.model import Model
 
@@ -55,12 +55,12 @@ class NetworkFacts:
 
 
 @dataclass(slots=True, eq=False)
-class PredictingDraft(TreeDraft):
+class PredictedRequest(TreeRequest):
     """A request whose draws are predicted."""
 
     history: History
     """Parameters and tokens, as the target's rules see them."""
-    floor: float
+    least_path_log_prob: float
     """Only nodes with a larger path log-probability are added."""
 
     def draw_row(self, node: int) -> SamplingRow:
@@ -74,11 +74,11 @@ class PredictingDraft(TreeDraft):
         return [
             (token, log_prob)
             for token, log_prob in ranked
-            if path_log_prob + log_prob > self.floor and tree.child(node, token) is None
+            if path_log_prob + log_prob > self.least_path_log_prob and tree.child(node, token) is None
         ]
 
 
-P = TypeVar("P", bound=PredictingDraft)
+P = TypeVar("P", bound=PredictedRequest)
 
 
 class PredictingSpeculator(TreeSpeculator[P]):
@@ -94,27 +94,27 @@ class PredictingSpeculator(TreeSpeculator[P]):
         self.position_limit = facts.position_limit
         self.hidden_state_layers = tuple(facts.hidden_state_layers)
         self._width = min(tree_width, facts.columns)
-        self._min_path_probability = least_path_probability
+        self._least_path_probability = least_path_probability
         self._computed = False
         """Whether the last round ran the network; if not, there was nothing to compute."""
 
     @abstractmethod
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> P:
+    def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> P:
         """The state of a new request. Raises `DraftError`."""
 
     @property
     def behind(self) -> bool:
         return self._computed
 
-    def new_draft(self, opening: Opening, tree: TokenTree) -> P:
+    def new_request(self, opening: Opening, tree: TokenTree) -> P:
         history = request_history(opening, self.vocabulary_size, self.grammars)
-        return self.begin(opening, tree, history, self._floor(opening))
+        return self.begin(opening, tree, history, self._least_path_log_prob(opening))
 
-    def limits_changed(self, draft: P) -> None:
-        draft.floor = self._floor(draft.opening)
+    def limits_changed(self, request: P) -> None:
+        request.least_path_log_prob = self._least_path_log_prob(request.opening)
 
-    def _floor(self, opening: Opening) -> float:
-        least = max(opening.least_path_probability, self._min_path_probability)
+    def _least_path_log_prob(self, opening: Opening) -> float:
+        least = max(opening.least_path_probability, self._least_path_probability)
         return math.log(least) if least else -math.inf
 
 
@@ -134,7 +134,7 @@ def predict_draws(
 ) -> list[RankedTokens]:
     """The `width` likeliest results of each row's draw. `ids_V`: see `top_scores`.
 
-    A forbidden token has log-probability -inf; if all of `ids_V` are forbidden, all are NaN. Neither is above a floor.
+    A forbidden token has log-probability -inf; if all of `ids_V` are forbidden, all are NaN. A tree takes neither.
     """
     tokens_RK, scores_RK = top_scores(logits_RV, rows, SHORTLIST_SIZE, ids_V)
     log_probs_RK = torch.log_softmax(scores_RK, -1)

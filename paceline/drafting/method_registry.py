@@ -95,7 +95,7 @@ def build_speculator(
 
 
 def build_lookups(config: SpeculativeConfig) -> list[Speculator]:
-    """The speculators of `config.beside`, which draft in the target's process."""
+    """The speculators of `config.beside`, which draft in the target's process. They see token ids, and no model."""
     if not config.enabled:
         return []
     inputs = MethodInputs(config, EngineConfig(), _no_target)

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from paceline.core.growth import Growth
 from paceline.core.tree import CommitResult
-from paceline.drafting.cached_draft import CachedDraft, CachedSpeculator, round_robin
+from paceline.drafting.cached_speculator import CachedRequest, CachedSpeculator, round_robin
 from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts, RankedTokens, predict_draws
 from paceline.drafting.product_tree import draw_rows, grow_product_tree
 from paceline.model.rows import Row
 
 
 @dataclass(slots=True, eq=False)
-class ParallelDraft(CachedDraft):
+class ParallelRequest(CachedRequest):
     """A request. Tokens before the root are computed as they become known, the root when draft tokens are wanted."""
 
     distributions: Sequence[RankedTokens] | None = None
@@ -67,11 +67,11 @@ class ParallelDraft(CachedDraft):
         """Add nodes from the distributions; return them."""
         self.may_grow = False
         distributions = (self.distributions or ())[: self.depth]
-        return grow_product_tree(self.tree, distributions, self.nodes_left, self.floor)
+        return grow_product_tree(self.tree, distributions, self.nodes_left, self.least_path_log_prob)
 
 
 @dataclass(slots=True, eq=False)
-class HiddenStateDraft(ParallelDraft):
+class HiddenStateRequest(ParallelRequest):
     """A request whose tokens can be computed once the target's states of the positions before have arrived."""
 
     @property
@@ -83,7 +83,7 @@ class HiddenStateDraft(ParallelDraft):
         return self.missing == 1 and self.states.known >= self.tree.position
 
 
-D = TypeVar("D", bound=ParallelDraft)
+D = TypeVar("D", bound=ParallelRequest)
 ContextSpans = Sequence[tuple[D, range]]
 """Indices of the committed tokens to compute, by request."""
 RequestedPasses = Sequence[tuple[D, int]]
@@ -122,9 +122,9 @@ class ParallelSpeculator(CachedSpeculator[D]):
             self._set_distributions(requested, *self.run_pass(context, requested))
         return self._growths(
             {
-                key: draft.add_tokens()
-                for key, draft in self._drafts.items()
-                if draft.may_grow and draft.distributions is not None
+                key: request.add_tokens()
+                for key, request in self._requests.items()
+                if request.may_grow and request.distributions is not None
             }
         )
 
@@ -132,9 +132,10 @@ class ParallelSpeculator(CachedSpeculator[D]):
         most = max(1, MAX_ROWS // self._tokens_per_pass)
         if self._scratch_slots:
             most = min(most, len(self._free) // self._scratch_slots)
-        waiting = [iter([draft for draft in drafts if draft.wants_pass]) for drafts in by_link]
+        waiting = [iter([request for request in requests if request.wants_pass]) for requests in by_link]
         requested = [
-            (draft, min(draft.depth, self._tokens_per_pass)) for draft in itertools.islice(round_robin(waiting), most)
+            (request, min(request.depth, self._tokens_per_pass))
+            for request in itertools.islice(round_robin(waiting), most)
         ]
         self._next_link += len(requested)
         return requested
@@ -142,11 +143,13 @@ class ParallelSpeculator(CachedSpeculator[D]):
     def _set_distributions(self, requested: RequestedPasses[D], logits: Tensor, ids: Tensor | None) -> None:
         if not requested:
             return
-        rows = [row for draft, count in requested for row in draw_rows(draft.history, draft.tree.position + 1, count)]
+        rows = [
+            row for request, count in requested for row in draw_rows(request.history, request.tree.position + 1, count)
+        ]
         distributions = iter(predict_draws(logits, rows, self._width, ids))
-        for draft, count in requested:
-            draft.distributions = list(itertools.islice(distributions, count))
-            draft.refresh_frontier()
+        for request, count in requested:
+            request.distributions = list(itertools.islice(distributions, count))
+            request.refresh_frontier()
 
 
 class MaskTokenSpeculator(ParallelSpeculator[D]):
@@ -169,14 +172,14 @@ class MaskTokenSpeculator(ParallelSpeculator[D]):
         """The rows of one pass, and the indices of those that give distributions: the context, then each request's root
         and masks. The roots count as computed from now on.
         """
-        rows = [draft.slot_table.row(draft.tokens[i], i) for draft, span in context for i in span]
+        rows = [request.slot_table.row(request.tokens[i], i) for request, span in context for i in span]
         wanted = range(len(rows), len(rows) + sum(count for _, count in asked))
         free = reversed(self._free)  # no slot is taken during the pass
-        for draft, count in asked:
-            rows.append(draft.slot_table.row(draft.tokens[-1], draft.computed))
-            draft.computed += 1
+        for request, count in asked:
+            rows.append(request.slot_table.row(request.tokens[-1], request.computed))
+            request.computed += 1
             masks: list[int] = []
             for slot in itertools.islice(free, count - 1):
                 masks.append(slot)
-                rows.append(draft.slot_table.branch_row(self._mask_token, masks))
+                rows.append(request.slot_table.branch_row(self._mask_token, masks))
         return rows, list(wanted)

@@ -25,7 +25,9 @@ def draw_rows(history: History, position: int, count: int) -> list[SamplingRow]:
     return [SamplingRow(history.params, position + depth, history, [unknown] * depth) for depth in range(count)]
 
 
-def grow_product_tree(tree: TokenTree, distributions: Sequence[RankedTokens], most: int, floor: float) -> list[int]:
+def grow_product_tree(
+    tree: TokenTree, distributions: Sequence[RankedTokens], most: int, least_path_log_prob: float
+) -> list[int]:
     """Add the `most` likeliest nodes with a path log-probability above `floor`; return them.
 
     Every node at depth d, new or not, gets children from `distributions[d]`.
@@ -37,7 +39,7 @@ def grow_product_tree(tree: TokenTree, distributions: Sequence[RankedTokens], mo
         depth = tree.depths[parent]
         if depth < len(distributions) and rank < len(distributions[depth]):
             path_log_prob = tree.path_log_probs[parent] + distributions[depth][rank][1]
-            if path_log_prob > floor:
+            if path_log_prob > least_path_log_prob:
                 heapq.heappush(candidates, (-path_log_prob, next(serial), parent, rank))
 
     for node in range(tree.size + 1):

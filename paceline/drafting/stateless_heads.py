@@ -20,15 +20,15 @@ from torch import Tensor
 
 from paceline.core.growth import Growth
 from paceline.core.tree import CommitResult
-from paceline.drafting.draw_prediction import NetworkFacts, PredictingDraft, PredictingSpeculator
+from paceline.drafting.draw_prediction import NetworkFacts, PredictedRequest, PredictingSpeculator
 from paceline.drafting.speculator import Commit, Context, DraftError, new_hidden_states
 from paceline.model.target_weights import TargetWeights
 
-D = TypeVar("D", bound="StatelessDraft")
+D = TypeVar("D", bound="StatelessRequest")
 
 
 @dataclass(slots=True, eq=False)
-class StatelessDraft(PredictingDraft):
+class StatelessRequest(PredictedRequest):
     """A request and the target's latest hidden state."""
 
     max_depth: int
@@ -55,7 +55,7 @@ class StatelessDraft(PredictingDraft):
     def may_expand(self, node: int) -> bool:
         """Whether children of this node are wanted."""
         deepest = min(self.opening.max_depth, self.max_depth)
-        return self.tree.path_log_probs[node] > self.floor and self.tree.depths[node] < deepest
+        return self.tree.path_log_probs[node] > self.least_path_log_prob and self.tree.depths[node] < deepest
 
     def root_moved(self, committed: CommitResult) -> None:
         """Follow a commit to the tree; `restart` comes next."""
@@ -80,24 +80,24 @@ class StatelessSpeculator(PredictingSpeculator[D], Generic[D]):
         """Draft one round: requests and the new nodes in their trees. Sets `_computed`."""
 
     def context(self, context: Context) -> None:
-        if draft := self._drafts.get(context.request_id):
-            draft.add_states(context.base_position, context.hidden_states, self._target)
-            draft.restart()
+        if request := self._requests.get(context.request_id):
+            request.add_states(context.base_position, context.hidden_states, self._target)
+            request.restart()
 
-    def advance(self, draft: D, commit: Commit) -> None:
-        draft.root_moved(draft.tree.commit(commit.tokens))
-        draft.history.extend(commit.tokens)
+    def advance(self, request: D, commit: Commit) -> None:
+        request.root_moved(request.tree.commit(commit.tokens))
+        request.history.extend(commit.tokens)
         if commit.hidden_states is not None:
-            draft.add_states(commit.base_position, commit.hidden_states, self._target)
-        draft.restart()
+            request.add_states(commit.base_position, commit.hidden_states, self._target)
+        request.restart()
 
-    def limits_changed(self, draft: D) -> None:
-        super().limits_changed(draft)
-        draft.restart()
+    def limits_changed(self, request: D) -> None:
+        super().limits_changed(request)
+        request.restart()
 
     @torch.inference_mode()
     def grow(self) -> dict[int, Growth]:
         new: dict[int, list[int]] = {}
-        for draft, nodes in self.draft_round():
-            new.setdefault(draft.opening.request_id, []).extend(nodes)
+        for request, nodes in self.draft_round():
+            new.setdefault(request.opening.request_id, []).extend(nodes)
         return self._growths(new)

@@ -14,7 +14,7 @@ from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Ope
 
 
 @dataclass(slots=True)
-class DraftUpdates:
+class PollResult:
     """Messages from drafts since the last poll: growth by request, and requests that lost their draft."""
 
     growths: list[tuple[int, Growth]] = field(default_factory=list)
@@ -56,9 +56,9 @@ class DraftClient:
     def flush(self) -> None:
         """Send all queued messages."""
 
-    def poll(self, timeout_s: float) -> DraftUpdates:
+    def poll(self, timeout_s: float) -> PollResult:
         """Messages from drafts. Waits up to `timeout_s` seconds for the first one."""
-        return DraftUpdates()
+        return PollResult()
 
 
 class NoDraftClient(DraftClient):
@@ -101,7 +101,7 @@ class LocalDraftClient(DraftClient):
     def close(self, request_id: int) -> None:
         self._speculator.close(request_id)
 
-    def poll(self, timeout_s: float) -> DraftUpdates:
+    def poll(self, timeout_s: float) -> PollResult:
         """Run one round. Run more, up to the timeout, while the speculator is still computing its context."""
         deadline = time.monotonic() + timeout_s
         grown = self._speculator.grow()
@@ -109,7 +109,7 @@ class LocalDraftClient(DraftClient):
             grown = self._speculator.grow()
         growths = [(key, growth.check()) for key, growth in grown.items()]
         lost, self._lost = self._lost, []
-        return DraftUpdates(growths, lost, self._speculator.behind)
+        return PollResult(growths, lost, self._speculator.behind)
 
     def _lose(self, request_id: int) -> None:
         self._speculator.close(request_id)

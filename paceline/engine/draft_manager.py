@@ -8,7 +8,7 @@ from itertools import chain
 from paceline.core.growth import Growth
 from paceline.drafting.sampled_drafts import SAMPLED_DRAFT_SCORE
 from paceline.drafting.speculator import Commit, Context, Opening
-from paceline.engine.draft_client import DraftClient, DraftUpdates
+from paceline.engine.draft_client import DraftClient, PollResult
 from paceline.engine.draft_gate import DraftGate
 from paceline.engine.draft_schedule import Clock, DraftSchedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE, DraftedRequest
@@ -36,7 +36,7 @@ class DraftManager:
     ) -> None:
         """`drafting` finds each request a draft; `lookup_drafts` also draft for every request. `strategy`: by name.
 
-        `gated`: whether drafts that do not pay are paused, and all drafts learn `min_path_probability`.
+        `gated`: whether drafts that do not pay are paused, and all drafts learn `least_path_probability`.
         `sampled_drafts`: see `Strategy`.
         """
         self.received = 0
@@ -133,7 +133,7 @@ class DraftManager:
         if any(request.drafted and request.depth_allowed() > 0 for request in drawing):
             self._schedule.wait(drawing, receive)
 
-    def _graft_updates(self, updates: DraftUpdates, requests: Mapping[int, DraftedRequest], source: int) -> None:
+    def _graft_updates(self, updates: PollResult, requests: Mapping[int, DraftedRequest], source: int) -> None:
         for key, growth in updates.growths:
             self.received += len(growth)
             request = requests.get(key)
@@ -158,10 +158,10 @@ class DraftManager:
         return min(tokens, default=0) >= 0 and max(tokens, default=0) < self._vocabulary_size
 
     def _opening(self, request: DraftedRequest) -> Opening:
-        return request.opening(self._strategy, self._schedule.depth_factor, self._schedule.min_path_probability)
+        return request.opening(self._strategy, self._schedule.depth_factor, self._schedule.least_path_probability)
 
     def _send_limit(self, request: DraftedRequest) -> None:
-        self._drafting.limit(request.limit(self._schedule.depth_factor, self._schedule.min_path_probability))
+        self._drafting.limit(request.limit(self._schedule.depth_factor, self._schedule.least_path_probability))
 
     def _gate_for(self, draft: str) -> DraftGate:
         if draft not in self._gates:

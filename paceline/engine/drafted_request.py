@@ -19,7 +19,7 @@ class DraftedRequest:
     def __init__(
         self,
         key: int,
-        submission: GenerationRequest,
+        generation_request: GenerationRequest,
         tree: TokenTree,
         *,
         max_tokens: int,
@@ -29,10 +29,10 @@ class DraftedRequest:
         """`key`: the request's id towards drafts. `max_tokens`: most output tokens. `limits`: greatest depth and most
         nodes verified; (0, 0) is plain decoding. `calibrations`: by source of the nodes."""
         self.key = key
-        self.submission = submission
+        self.generation_request = generation_request
         self.max_tokens = max_tokens
         self.max_depth, self.max_nodes = limits
-        self.tokens = [*submission.prompt, *submission.committed]
+        self.tokens = [*generation_request.prompt, *generation_request.committed]
         self.tree = tree
         self.calibrations = calibrations
         self.stats = SpeculationStats()
@@ -51,7 +51,7 @@ class DraftedRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.submission.prompt)
+        return len(self.generation_request.prompt)
 
     @property
     def output_tokens(self) -> int:
@@ -60,7 +60,7 @@ class DraftedRequest:
     @property
     def draft_addresses(self) -> Sequence[str]:
         """Of draft workers, best first."""
-        return self.submission.draft_addresses
+        return self.generation_request.draft_addresses
 
     @property
     def speculative(self) -> bool:
@@ -85,22 +85,22 @@ class DraftedRequest:
         depth = self.depth_allowed()
         return self.tree.best(self.max_nodes, depth) if depth > 0 else []
 
-    def limit(self, depth_factor: int, min_path_probability: float) -> Limit:
+    def limit(self, depth_factor: int, least_path_probability: float) -> Limit:
         """How far the draft may grow the tree now; see `opening`."""
         nodes = 0 if self.paused else self.max_tree_nodes
-        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, min_path_probability)
+        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, least_path_probability)
 
-    def opening(self, strategy: str, depth_factor: int, min_path_probability: float) -> Opening:
+    def opening(self, strategy: str, depth_factor: int, least_path_probability: float) -> Opening:
         """The first message to a draft, which starts unpaused. It grows `depth_factor` times the depth of one step."""
         return Opening(
             self.key,
             list(self.tokens),
             self.output_tokens,
-            self.submission.sampling,
+            self.generation_request.sampling,
             depth_factor * self.max_depth,
             self.max_tree_nodes,
             strategy,
-            min_path_probability,
-            cache_salt=self.submission.cache_salt,
-            trace_parent=self.submission.trace_parent,
+            least_path_probability,
+            cache_salt=self.generation_request.cache_salt,
+            trace_parent=self.generation_request.trace_parent,
         )

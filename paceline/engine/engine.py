@@ -32,7 +32,6 @@ from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
 from paceline.core.sampling import History, is_finite
 from paceline.core.strategies import make_verifier
 from paceline.core.tree import ROOT, TokenTree
-from paceline.core.verify import strategy_of
 from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
@@ -87,7 +86,7 @@ class Engine:
         self._speculation = speculation
         self._methods = (speculation.method, *speculation.beside)
         """By source of a node."""
-        self._strategy = strategy_of(speculation)
+        self._strategy = speculation.strategy
         self._verifier = make_verifier(speculation)
         if self._strategy.warning:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.warning)
@@ -128,19 +127,19 @@ class Engine:
         last = self.last_step
         return EngineLoad(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
 
-    def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
+    def start_calibration(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from the calibration counts of other engines, by cell."""
         for greedy in (True, False):
-            self.calibrations[OWN_DRAFT_SOURCE, greedy].seed(drafted, accepted)
+            self.calibrations[OWN_DRAFT_SOURCE, greedy].start_from(drafted, accepted)
 
-    def submit(self, submission: GenerationRequest) -> None:
+    def submit(self, generation_request: GenerationRequest) -> None:
         """Take in a request. If it cannot be served, the next step returns a delta with the error."""
         try:
-            if submission.request_id in self._keys:
-                raise ValueError(f"request id {submission.request_id!r} is in use")
-            request = self._new_request(submission)
+            if generation_request.request_id in self._keys:
+                raise ValueError(f"request id {generation_request.request_id!r} is in use")
+            request = self._new_request(generation_request)
         except ValueError as error:
-            self._ended.append(Delta(submission.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            self._ended.append(Delta(generation_request.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
             return
         self._requests[request.key] = request
         self._keys[request.id] = request.key
@@ -197,12 +196,12 @@ class Engine:
 
     # Requests start and end.
 
-    def _new_request(self, submission: GenerationRequest) -> Request:
-        """Raises ValueError, with the reason, if the submission cannot be served."""
-        tokens = [*submission.prompt, *submission.committed]
-        max_tokens = min(submission.sampling.max_tokens, self._max_output_tokens(submission, tokens))
-        params, strategy = self._strategy.effective_params(submission.sampling), self._strategy
-        grammar = self._grammars.start_request(params, submission.committed)
+    def _new_request(self, generation_request: GenerationRequest) -> Request:
+        """Raises ValueError, with the reason, if the request cannot be served."""
+        tokens = [*generation_request.prompt, *generation_request.committed]
+        max_tokens = min(generation_request.sampling.max_tokens, self._max_output_tokens(generation_request, tokens))
+        params, strategy = self._strategy.effective_params(generation_request.sampling), self._strategy
+        grammar = self._grammars.start_request(params, generation_request.committed)
         calibrations = {source: each for (source, greedy), each in self.calibrations.items() if greedy is params.greedy}
         tree = TokenTree(
             len(tokens) - 1,
@@ -214,12 +213,14 @@ class Engine:
         )
         request = Request(
             next(self._next_key),
-            submission,
-            History(params, submission.prompt, submission.committed, self.model.vocabulary_size, grammar),
+            generation_request,
+            History(
+                params, generation_request.prompt, generation_request.committed, self.model.vocabulary_size, grammar
+            ),
             tree,
             max_tokens=max_tokens,
             # Without a second token of output there is no guess to verify.
-            limits=self._speculation.limits(submission.speculative) if max_tokens > 1 else (0, 0),
+            limits=self._speculation.limits(generation_request.speculative) if max_tokens > 1 else (0, 0),
             calibrations=calibrations,
             arrived=self._clock(),
         )
@@ -228,18 +229,18 @@ class Engine:
         request.stats.drafter_invariant = strategy.drafter_invariant
         return request
 
-    def _max_output_tokens(self, submission: GenerationRequest, tokens: Sequence[int]) -> int:
+    def _max_output_tokens(self, generation_request: GenerationRequest, tokens: Sequence[int]) -> int:
         """Output tokens that fit after the prompt. Raises ValueError if one is wanted and none fits.
 
         Also if a token is invalid.
         """
-        prompt, positions = len(submission.prompt), min(self.model.max_model_len, self.model.slots)
-        longest = positions - 1 if submission.sampling.max_tokens else positions
+        prompt, positions = len(generation_request.prompt), min(self.model.max_model_len, self.model.slots)
+        longest = positions - 1 if generation_request.sampling.max_tokens else positions
         if not prompt:
             raise ValueError("the prompt is empty")
         if prompt > longest:
             raise ValueError(f"the prompt has {prompt} tokens; there is room for {longest}")
-        sampling = submission.sampling
+        sampling = generation_request.sampling
         named = (*tokens, *sampling.grammar_begins_after, *sampling.logprob_token_ids)
         if any(not 0 <= token < self.model.vocabulary_size for token in named):
             raise ValueError(f"a token id is outside the vocabulary of {self.model.vocabulary_size}")
@@ -287,7 +288,7 @@ class Engine:
             first = len(rows) - each.start  # where the row of the request's first token would be
             scored += [first + i for i in each.scored_rows]
             rows += each.model_rows()
-            if each.samples:
+            if each.draws:
                 sampled += range(len(rows) - 1 - len(each.nodes), len(rows))
         output = self.model.run(rows, [*sampled, *scored], self.hidden_layers)
         if output.hidden is not None:
@@ -296,7 +297,7 @@ class Engine:
         deltas: list[Delta] = []
         if not (is_finite(logits) and is_finite(prompt_logits)):
             batch, logits, prompt_logits, deltas = self._fail_not_finite(batch, logits, prompt_logits)
-        committed = self._verifier.verify(logits, [each.verification_input() for each in batch if each.samples])
+        committed = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
         prompt_log_probs = score_prompts(batch, prompt_logits)
         seconds = self._clock() - start
         for each in batch:
@@ -311,7 +312,7 @@ class Engine:
         If only nodes have such logits, the nodes are dropped: the target may never draw them. Returns the rest of the
         batch with its logits, and deltas.
         """
-        sizes = [1 + len(each.nodes) if each.samples else 0 for each in batch]
+        sizes = [1 + len(each.nodes) if each.draws else 0 for each in batch]
         scored = [len(each.scored_rows) for each in batch]
         left, parts, prompt_parts, deltas = [], [logits[:0]], [prompt_logits[:0]], []
         for each, part, prompt_part in zip(batch, logits.split(sizes), prompt_logits.split(scored), strict=True):
@@ -355,7 +356,7 @@ class Engine:
         for scheduled, scores in zip(batch, prompt_log_probs, strict=True):
             if self.hidden_layers:
                 self._send_hidden_states(scheduled)
-            if scheduled.samples:
+            if scheduled.draws:
                 delta = self._commit(scheduled, next(tokens), logits, row)
                 row += 1 + len(scheduled.nodes)
             elif scheduled.complete:
@@ -377,7 +378,7 @@ class Engine:
         path = request.tree.match(tokens)
         self._record_acceptance(scheduled, tokens, path, accepted)
         from_draft = [request.tree.sources[node] for node in path[:accepted]].count(OWN_DRAFT_SOURCE)
-        trees = [self._verified_tree(scheduled, path[:accepted])] if request.submission.return_tree else []
+        trees = [self._verified_tree(scheduled, path[:accepted])] if request.generation_request.return_tree else []
         drawn_at = self._keep_accepted(scheduled, path[: min(accepted, len(tokens) - 1)])
         request.tokens += tokens
         request.history.extend(tokens)
@@ -450,7 +451,7 @@ class Engine:
     def _log_probs(
         self, request: Request, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
     ) -> list[LogProbs]:
-        params = request.submission.sampling
+        params = request.generation_request.sampling
         if params.logprobs is None:
             return []
         return log_probs(logits[list(rows)], tokens, params.logprobs, params.logprob_token_ids)
@@ -465,7 +466,7 @@ class Engine:
         """
         request = scheduled.request
         start = request.hidden_states_sent
-        stop = min(scheduled.stop - scheduled.samples, start + MAX_HIDDEN_STATES_SENT)
+        stop = min(scheduled.stop - scheduled.draws, start + MAX_HIDDEN_STATES_SENT)
         if request.drafted and start < stop:
             states = self._hidden.gather(request.slot_table.slots[start:stop])
             self._draft_manager.context(Context(request.key, start, states))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from paceline.core.messages import Delta, EngineLoad, GenerationRequest
-from paceline.engine.engine_messages import CalibrationSeed, CancelRequest, StepResult
+from paceline.engine.engine_messages import CalibrationCounts, CancelRequest, StepResult
 from paceline.ipc.pipe import Pipe, PipeClosedError
 from paceline.telemetry.step_stats import StepStats
 
@@ -28,13 +28,13 @@ class SteppedEngine(Protocol):
     def load(self) -> EngineLoad:
         """As of the last step."""
 
-    def submit(self, submission: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         """Take in a request. If it cannot be served, the next step returns a delta with the error."""
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step returns its final delta. Unknown ids are ignored."""
 
-    def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
+    def start_calibration(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from the calibration counts of other engines, by cell."""
 
     def step(self) -> list[Delta]:
@@ -52,11 +52,11 @@ class EngineLoop:
         self._engine = engine
         self._pipe = pipe
         # Messages are queued, not handled at once: the engine also reads the pipe, for growth, in the middle of a step.
-        self._messages: deque[GenerationRequest | CancelRequest | CalibrationSeed] = deque()
+        self._messages: deque[GenerationRequest | CancelRequest | CalibrationCounts] = deque()
         self._unsent_stats: list[StepStats] = []
         pipe.on(GenerationRequest, self._messages.append)
         pipe.on(CancelRequest, self._messages.append)
-        pipe.on(CalibrationSeed, self._messages.append)
+        pipe.on(CalibrationCounts, self._messages.append)
 
     def run(self) -> None:
         """Return when the pipe is closed. Exceptions of the engine end the loop."""
@@ -79,9 +79,9 @@ class EngineLoop:
     def _handle_messages(self) -> None:
         while self._messages:
             match self._messages.popleft():
-                case GenerationRequest() as submission:
-                    self._engine.submit(submission)
+                case GenerationRequest() as request:
+                    self._engine.submit(request)
                 case CancelRequest(request_id):
                     self._engine.cancel(request_id)
-                case CalibrationSeed(drafted, accepted):
-                    self._engine.seed(drafted, accepted)
+                case CalibrationCounts(drafted, accepted):
+                    self._engine.start_calibration(drafted, accepted)

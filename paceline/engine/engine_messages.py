@@ -1,6 +1,6 @@
 """Messages between a target service and its engine process, beside `GenerationRequest`.
 
-Growth and commits have messages of their own, see `paceline.wire.remote_drafting`.
+Growth and commits have messages of their own, see `paceline.wire.remote_draft_client`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CancelRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationSeed:
+class CalibrationCounts:
     """Calibration counts of other targets, by cell of `Calibration`."""
 
     drafted: Sequence[float]

@@ -31,7 +31,7 @@ def score_prompts(batch: Sequence[ScheduledRequest], logits_RV: Tensor) -> list[
 def _score(scheduled: ScheduledRequest, logits_RV: Tensor) -> PromptLogProbs:
     request, rows = scheduled.request, scheduled.scored_rows
     tokens = request.tokens[rows.start + 1 : rows.stop + 1]
-    top = request.submission.sampling.prompt_logprobs or 0
+    top = request.generation_request.sampling.prompt_logprobs or 0
     entries: list[LogProbs] = []
     for start in range(0, len(tokens), ROWS_AT_ONCE):
         stop = start + ROWS_AT_ONCE

@@ -21,12 +21,12 @@ from paceline.model.rows import SlotTable
 
 
 class Request(DraftedRequest):
-    """State of one submission."""
+    """The engine's state of one request."""
 
     def __init__(
         self,
         key: int,
-        submission: GenerationRequest,
+        generation_request: GenerationRequest,
         history: History,
         tree: TokenTree,
         *,
@@ -36,8 +36,8 @@ class Request(DraftedRequest):
         arrived: float,
     ) -> None:
         """See `DraftedRequest`. `history`: after the committed output, with the effective parameters."""
-        super().__init__(key, submission, tree, max_tokens=max_tokens, limits=limits, calibrations=calibrations)
-        self.id = submission.request_id
+        super().__init__(key, generation_request, tree, max_tokens=max_tokens, limits=limits, calibrations=calibrations)
+        self.id = generation_request.request_id
         self.effective_params = history.params
         self.history = history
         self.slot_table = SlotTable()
@@ -51,17 +51,17 @@ class Request(DraftedRequest):
 
     @property
     def client(self) -> str:
-        return self.submission.client
+        return self.generation_request.client
 
     @property
     def group(self) -> tuple[str, str]:
         """The client's requests that share fairly as one; a request without a group is its own."""
-        return self.client, self.submission.group or self.id
+        return self.client, self.generation_request.group or self.id
 
     @property
     def priority(self) -> int:
         """The lower, the earlier, among the client's requests."""
-        return self.submission.priority
+        return self.generation_request.priority
 
     @property
     def uncomputed_tokens(self) -> int:
@@ -75,7 +75,7 @@ class Request(DraftedRequest):
     @property
     def rows_to_score(self) -> range:
         """The prompt's tokens whose rows have yet to score the token after them."""
-        scores = self.submission.sampling.prompt_logprobs is not None
+        scores = self.generation_request.sampling.prompt_logprobs is not None
         return range(self.rows_scored, self.prompt_tokens - 1) if scores else range(0)
 
     # Slots.
@@ -83,7 +83,7 @@ class Request(DraftedRequest):
     def attach_prefix(self, pool: SlotPool) -> None:
         """Share the cached blocks of this path. The root is always computed anew, as are rows that have to score."""
         computed = self.rows_scored if self.rows_to_score else len(self.tokens) - 1
-        self.shared_blocks = pool.match_prefix(self.tokens[:computed], self.submission.cache_salt)
+        self.shared_blocks = pool.match_prefix(self.tokens[:computed], self.generation_request.cache_salt)
         self.slot_table.slots = [slot for block in self.shared_blocks for slot in block.slots]
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class Request(DraftedRequest):
 
     def cache_blocks(self, pool: SlotPool) -> None:
         """Share the computed blocks with requests whose tokens begin alike."""
-        pool.cache_blocks(self.tokens, self.slot_table.slots, self.shared_blocks, self.submission.cache_salt)
+        pool.cache_blocks(self.tokens, self.slot_table.slots, self.shared_blocks, self.generation_request.cache_salt)
 
     def release_slots(self, pool: SlotPool, *, cached: bool = True) -> None:
         """Give up every slot. `cached`: computed blocks stay in the cache while there is room."""
@@ -115,7 +115,7 @@ class Request(DraftedRequest):
     # The end.
 
     def is_stop_token(self, token: int) -> bool:
-        return token in self.submission.sampling.stop_token_ids
+        return token in self.generation_request.sampling.stop_token_ids
 
     def check_finish(self, tokens: Sequence[int] = ()) -> FinishReason | None:
         """Whether and why the request ends with the last of `tokens`, or with its output so far if there are none."""
@@ -130,7 +130,7 @@ class Request(DraftedRequest):
     def truncate_at_end(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the one that ends the request, or after which the grammar's state is not known yet."""
         if self.grammar is None:
-            tokens_left, stops = self.max_tokens - self.output_tokens, self.submission.sampling.stop_token_ids
+            tokens_left, stops = self.max_tokens - self.output_tokens, self.generation_request.sampling.stop_token_ids
             for count, token in enumerate(tokens, 1):
                 if token in stops or count >= tokens_left:
                     return list(tokens[:count]), FinishReason.STOP if token in stops else FinishReason.LENGTH

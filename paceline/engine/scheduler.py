@@ -47,7 +47,7 @@ class ScheduledRequest:
         return self.stop == len(self.request.tokens)
 
     @property
-    def samples(self) -> bool:
+    def draws(self) -> bool:
         """Whether the target draws: the root is run, and the request wants output."""
         return self.complete and self.request.max_tokens > 0
 
@@ -265,7 +265,7 @@ class Scheduler:
 
     def _add_draft_nodes(self, batch: Sequence[ScheduledRequest], rows: int) -> None:
         """Verify the best nodes over all requests, within the rows and slots that are left."""
-        candidates = [(each, each.request.candidate_nodes()) for each in batch if each.samples]
+        candidates = [(each, each.request.candidate_nodes()) for each in batch if each.draws]
         needed = sum(each.stop - each.start for each in batch)
         most = min(rows, self.pool.free)
         paths: list[float] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
 from paceline.grammar.lark import GrammarError, text_part
 from paceline.grammar.special_tokens import TextOrToken, lark_parts
 
@@ -11,15 +12,19 @@ ANY_TEXT = "/(?s:.*)/"
 
 
 class LarkRules:
-    """The rules of one grammar so far. Names of rules can be used in the bodies of others."""
+    """The rules of one grammar so far. Names of rules can be used in the bodies of others.
+
+    Methods that make a rule raise `GrammarError` once the grammar is too long: some small texts describe huge grammars.
+    """
 
     def __init__(self) -> None:
         self._lines = ["TEXT: /(?s:.+)/"]
+        self._length = 0
 
     def add(self, body: str, options: str = "") -> str:
         """The name of a new rule with this body."""
         name = f"rule_{len(self._lines)}"
-        self._lines.append(f"{name}{options}: {body}")
+        self._append(f"{name}{options}: {body}")
         return name
 
     def one_of(self, bodies: Sequence[str]) -> str:
@@ -42,7 +47,7 @@ class LarkRules:
                 return self.add(f"{ANY_TEXT} {text_part(text)}", "[lazy]")
             case [str(text), *rest]:  # free text has no special token, so only the first one can end it
                 before = f"BEFORE_{len(self._lines)}"
-                self._lines.append(f"{before}: {ANY_TEXT} {text_part(text)}")
+                self._append(f"{before}: {ANY_TEXT} {text_part(text)}")
                 return f"{before} {lark_parts(rest)}"
             case _:
                 return f"{self.free_text()} {lark_parts(end)}"
@@ -50,3 +55,9 @@ class LarkRules:
     def grammar(self, start: str) -> str:
         """The whole grammar: `start` is the body of its first rule."""
         return "\n".join([f"start: {start}", *self._lines])
+
+    def _append(self, line: str) -> None:
+        self._length += len(line)
+        if self._length > MAX_GRAMMAR_LENGTH:
+            raise GrammarError(f"too many characters as a grammar, {MAX_GRAMMAR_LENGTH} are the most")
+        self._lines.append(line)

@@ -90,6 +90,11 @@ class KVCache:
         shape = (layers, slots + 1, 2 * heads.kv_heads, width or heads.head_size)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
 
+    @staticmethod
+    def bytes_per_slot(layers: int, heads: Heads, dtype: torch.dtype, width: int | None = None) -> int:
+        """Arguments: see the constructor."""
+        return layers * 2 * heads.kv_heads * (width or heads.head_size) * dtype.itemsize
+
     @property
     def slots(self) -> int:
         return self.data.shape[1] - 1

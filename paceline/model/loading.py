@@ -90,6 +90,22 @@ def load(name: str, config: EngineConfig) -> Model:
     return model
 
 
+def outline(name: str, config: EngineConfig) -> nn.Module:
+    """The network that `load` would make, on the device `meta`: shapes and dtypes, and no weights.
+
+    Raises as transformers does, or ValueError, if there is none; `load` says why.
+    """
+    trusted = config.trust_remote_code
+    whole = AutoConfig.from_pretrained(resolve_model(name), local_files_only=True, trust_remote_code=trusted)
+    text = whole.get_text_config(decoder=True)
+    chosen = _tower_config(whole, text) if _is_tower(whole, text) else whole
+    with torch.device("meta"):
+        network: nn.Module = AutoModelForCausalLM.from_config(
+            chosen, dtype=_dtype(whole, config), trust_remote_code=trusted
+        )
+    return network
+
+
 def limit_torch_threads(model: Model) -> None:
     """Leave the cores to a native model's threads.
 
@@ -171,7 +187,7 @@ def build(
             vocabulary_size=head.out_features,
             max_model_len=max_model_len,
             layers=int(settings.num_hidden_layers),
-            slots=config.slots,
+            slots=config.slot_count,
             eos_token_ids=tuple(eos_token_ids),
             fingerprint=fingerprint,
             folder=Path(name if folder is None else folder),
@@ -218,7 +234,7 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
         text = config.get_text_config(decoder=True)
         _check_layers(str(path), text)  # before many gigabytes are read
         dtype = _dtype(config, engine)
-        tower = text is not config and _text_kind(text) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        tower = _is_tower(config, text)
         if tower:
             options["key_mapping"] = TEXT_KEY_MAPPING
         loaded_config: Any = _tower_config(config, text) if tower else config
@@ -284,6 +300,11 @@ def _dequantized(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict
 def _text_kind(text: Any) -> str:
     """The model type that computes the same as a multimodal checkpoint's text model where all tokens are text."""
     return TEXT_MODEL_TYPES.get(text.model_type, str(text.model_type))
+
+
+def _is_tower(whole: Any, text: Any) -> bool:
+    """Whether only the text model of a multimodal checkpoint is loaded."""
+    return text is not whole and _text_kind(text) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _tower_config(whole: Any, text: Any) -> Any:

@@ -61,6 +61,16 @@ def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None
     return True
 
 
+def call_by_name(reader: TextReader, index: int, name: str) -> Steps[bool]:
+    """The call `index` of `name`, if there is a name and the object of its arguments comes next. False: no event."""
+    if not name or (yield from reader.peek()) != "{":
+        return False
+    reader.commit()
+    yield ToolCall(index, name)
+    yield from call_arguments(reader, index)
+    return True
+
+
 def call_arguments(reader: TextReader, index: int) -> Steps[None]:
     """The arguments of the call `index`, as they arrive if they are an object."""
     if (yield from reader.peek()) == "{":

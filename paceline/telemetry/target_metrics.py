@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from paceline.config import Strategy
 from paceline.core.messages import Timings, Usage
-from paceline.core.verify import Strategy
 from paceline.telemetry.instruments import MetricFactory
 from paceline.telemetry.step_stats import StepStats
 

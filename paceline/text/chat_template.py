@@ -38,7 +38,6 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template does not parse: {error}") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self.source = source
 
     def mentions(self, variable: str) -> bool:
         """Whether the template has the word: a variable that it does not mention has no effect."""

@@ -11,7 +11,7 @@ from paceline.engine.draft_client import DraftClient, NoDraftClient
 from paceline.ipc.pipe import Pipe
 from paceline.launcher import die_with_parent
 from paceline.vllm.remote_drafts_settings import LinkOptions
-from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.remote_draft_client import RemoteDraftClient
 
 SEND_TIMEOUT_S = 2.0
 """A process of links that reads nothing for so long counts as lost."""
@@ -23,7 +23,7 @@ class PoolLinks:
 
     def __init__(self, options: LinkOptions) -> None:
         self._options = options
-        self._drafting: RemoteDrafting | None = None
+        self._drafting: RemoteDraftClient | None = None
         self._pipe: Pipe | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -37,7 +37,7 @@ class PoolLinks:
         ours.settimeout(SEND_TIMEOUT_S)
         self._pipe = Pipe(ours)
         self._pipe.send(self._options)
-        self._drafting = RemoteDrafting(self._pipe)
+        self._drafting = RemoteDraftClient(self._pipe)
         return self._drafting
 
     def close(self) -> None:

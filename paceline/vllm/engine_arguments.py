@@ -8,7 +8,6 @@ from typing import Any
 
 from paceline.config import HEADS, EngineConfig, SpeculativeConfig
 from paceline.config.vllm_options import VllmOptions
-from paceline.core.verify import strategy_of
 from paceline.vllm.remote_drafts_settings import DRAFTS_VARIABLE
 
 SAME = {
@@ -74,7 +73,7 @@ def _drafts(config: SpeculativeConfig, redis_url: str | None, tls_files: Sequenc
     """Speculation with the draft pool."""
     if not config.enabled:
         return {}
-    if (strategy := strategy_of(config).name) != "coupled":
+    if (strategy := config.strategy.name) != "coupled":
         raise ValueError(f"vLLM verifies by coupled draws, not by {strategy}")
     for name in ("draft_schedule", "row_budget"):
         if getattr(config, name) != SpeculativeConfig.model_fields[name].default:

@@ -1,4 +1,4 @@
-"""vLLM as the engine of a target worker: submissions in, deltas out, one step after another.
+"""vLLM as the engine of a target worker: requests in, deltas out, one step after another.
 
 Its tokens are drawn by `CoupledWorker`, so they follow all of our sampling rules and depend on no draft. A request that
 another target began goes on after its committed tokens: they join the prompt, and `CoupledDraws` counts them as output.
@@ -41,7 +41,7 @@ from paceline.core.messages import (
 from paceline.engine.engine_messages import EngineInfo
 from paceline.engine.request_times import RequestTimes
 from paceline.grammar.lark import PREAMBLE
-from paceline.target_features import all_features
+from paceline.target_features import VLLM_LACKS, all_features
 from paceline.telemetry.step_stats import StepStats
 from paceline.text import vocabulary_fingerprint
 from paceline.vllm.extra_arguments import ExtraArguments
@@ -81,7 +81,7 @@ class RecordingScheduler(Scheduler):  # type: ignore[misc]
 class _Running:
     """One request in vLLM."""
 
-    submission: GenerationRequest
+    generation_request: GenerationRequest
     id: str
     """vLLM's own."""
     times: RequestTimes
@@ -94,7 +94,7 @@ class _Running:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def usage(self) -> Usage:
-        return Usage(len(self.submission.prompt), self.output_tokens, self.cached_tokens)
+        return Usage(len(self.generation_request.prompt), self.output_tokens, self.cached_tokens)
 
 
 class VllmEngine:
@@ -133,7 +133,7 @@ class VllmEngine:
             layers=model.hf_text_config.num_hidden_layers,
             method=method,
             numerics=_numerics(self._config),
-            features=all_features(without=("logprob_token_ids",)),
+            features=all_features(without=VLLM_LACKS),
         )
 
     @property
@@ -145,19 +145,19 @@ class VllmEngine:
         last = self.last_step
         return EngineLoad(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
 
-    def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
+    def start_calibration(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """The proposer calibrates drafts by itself."""
 
-    def submit(self, submission: GenerationRequest) -> None:
-        name = submission.request_id
+    def submit(self, generation_request: GenerationRequest) -> None:
+        name = generation_request.request_id
         if name in self._requests:
             self._refuse(name, f"request id {name!r} is in use")
             return
         try:
-            self._requests[name] = self._add(submission)
+            self._requests[name] = self._add(generation_request)
         except Exception as error:  # noqa: BLE001 - vLLM's own errors; any of them would end the target
             self._engine.abort_request([name])  # it may know the request already
-            grammar = GRAMMAR_ERROR if submission.sampling.grammar else ""
+            grammar = GRAMMAR_ERROR if generation_request.sampling.grammar else ""
             self._refuse(name, f"{grammar}{error}")
 
     def _refuse(self, request_id: str, error: str) -> None:
@@ -195,24 +195,24 @@ class VllmEngine:
         self._record_step(seconds, sum(rows.values()), drawn, deltas, total)
         return deltas
 
-    def _add(self, submission: GenerationRequest) -> _Running:
-        """Raises ValueError, with the reason, if the submission cannot be served."""
-        sampling, committed = submission.sampling, list(submission.committed)
+    def _add(self, generation_request: GenerationRequest) -> _Running:
+        """Raises ValueError, with the reason, if the request cannot be served."""
+        sampling, committed = generation_request.sampling, list(generation_request.committed)
         if committed and (len(committed) >= sampling.max_tokens or committed[-1] in sampling.stop_token_ids):
             raise ValueError(f"the request is over already: {len(committed)} tokens were committed")
         if sampling.grammar and sampling.grammar_begins_after:
             raise ValueError("grammar_begins_after: a grammar of vLLM begins with the output, not after reasoning")
-        if any(not 0 <= token < self._vocabulary_size for token in submission.tokens):
+        if any(not 0 <= token < self._vocabulary_size for token in generation_request.tokens):
             raise ValueError(f"a token id is outside the vocabulary of {self._vocabulary_size}")
         again = committed if sampling.grammar else []
-        prompt = [*submission.prompt, *([] if again else committed)]
-        begun = len(prompt) - len(submission.prompt)
+        prompt = [*generation_request.prompt, *([] if again else committed)]
+        begun = len(prompt) - len(generation_request.prompt)
         left = self._config.model_config.max_model_len - len(prompt)
-        if not submission.prompt or left < 1:
+        if not generation_request.prompt or left < 1:
             raise ValueError(f"the prompt has {len(prompt)} tokens; there is room for 1 to {len(prompt) + left - 1}")
         extra = ExtraArguments(
             sampling=sampling.model_dump(mode="json", exclude={"grammar"}),
-            speculative=submission.speculative,
+            speculative=generation_request.speculative,
             committed=begun,
             forced=tuple(again),
         )
@@ -228,17 +228,17 @@ class VllmEngine:
             structured_outputs=_grammar(sampling.grammar),
             extra_args=extra.as_extra_args(),
         )
-        salt = {"cache_salt": submission.cache_salt} if submission.cache_salt else {}
-        name = self._engine.add_request(submission.request_id, {"prompt_token_ids": prompt, **salt}, params)
-        return _Running(submission, name, RequestTimes(self._clock()), len(again), len(committed))
+        salt = {"cache_salt": generation_request.cache_salt} if generation_request.cache_salt else {}
+        name = self._engine.add_request(generation_request.request_id, {"prompt_token_ids": prompt, **salt}, params)
+        return _Running(generation_request, name, RequestTimes(self._clock()), len(again), len(committed))
 
     def _delta(
         self, request: _Running, output: RequestOutput, drafts: Sequence[int], total: SpeculationStats
     ) -> list[Delta]:
         """What a step drew for a request; nothing while it only draws committed tokens again."""
-        completion, sampling = output.outputs[0], request.submission.sampling
+        completion, sampling = output.outputs[0], request.generation_request.sampling
         tokens, start = list(completion.token_ids), request.replayed
-        cached = min(output.num_cached_tokens or 0, len(request.submission.prompt))
+        cached = min(output.num_cached_tokens or 0, len(request.generation_request.prompt))
         request.cached_tokens = max(request.cached_tokens, cached)
         accepted = 0
         while accepted < min(len(tokens), len(drafts)) and tokens[accepted] == drafts[accepted]:
@@ -259,11 +259,11 @@ class VllmEngine:
         request.output_tokens += len(new)
         if new and request.times.first_token is None:
             request.times.first_token = self._clock()
-        prompt_log_probs = _prompt_log_probs(output.prompt_logprobs, request.submission)
+        prompt_log_probs = _prompt_log_probs(output.prompt_logprobs, request.generation_request)
         if not new and reason is None and not prompt_log_probs:
             return []
         delta = Delta(
-            request.submission.request_id,
+            request.generation_request.request_id,
             new,
             [index < accepted for index in range(start, len(tokens))],
             _log_probs(completion.logprobs, tokens, sampling.logprobs)[start:],
@@ -280,14 +280,14 @@ class VllmEngine:
 
     def _ends_grammar_only(self, request: _Running, token: int) -> bool:
         """Whether this token is not output, but says that vLLM's grammar is complete."""
-        sampling = request.submission.sampling
+        sampling = request.generation_request.sampling
         return bool(sampling.grammar) and token in self._grammar_ends and token not in sampling.stop_token_ids
 
     def _finish(self, request: _Running, delta: Delta) -> None:
         """Complete a final delta, and forget the request."""
         delta.usage, delta.speculation = request.usage(), request.stats.snapshot()
         delta.timings = request.times.timings(self._clock())
-        del self._requests[request.submission.request_id]
+        del self._requests[request.generation_request.request_id]
 
     def _record_step(
         self,
@@ -354,8 +354,8 @@ def _log_probs(found: Any, tokens: Sequence[int], top: int | None) -> list[LogPr
     return result
 
 
-def _prompt_log_probs(found: Any, submission: GenerationRequest) -> list[PromptLogProbs]:
+def _prompt_log_probs(found: Any, generation_request: GenerationRequest) -> list[PromptLogProbs]:
     """`found`: vLLM's, all at once, also of committed tokens; None for the first token."""
-    tokens = submission.prompt[1:]
-    entries = _log_probs(found[1:] if found else None, tokens, submission.sampling.prompt_logprobs)
+    tokens = generation_request.prompt[1:]
+    entries = _log_probs(found[1:] if found else None, tokens, generation_request.sampling.prompt_logprobs)
     return [PromptLogProbs(1, entries)] if entries else []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.growth import CERTAIN_TOKEN, ROOT_ID, DraftDistribution, Growth, GrowthBatch
 from paceline.core.messages import Timings
-from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, RequestEvent, SpeculatorFacts
+from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, RequestEvent, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
@@ -118,7 +118,7 @@ def parse_draft_frame(data: bytes) -> list[RequestEvent]:
     return decode_draft_frame(pb.DraftFrame.FromString(data))
 
 
-def encode_growth_frame(update: DraftUpdate) -> pb.GrowthFrame:
+def encode_growth_frame(update: LinkUpdate) -> pb.GrowthFrame:
     return pb.GrowthFrame(
         growths=[_encode_growth(growth, request_id) for request_id, growth in update.growths],
         dropped=[
@@ -131,9 +131,9 @@ def encode_growth_frame(update: DraftUpdate) -> pb.GrowthFrame:
     )
 
 
-def decode_growth_frame(frame: pb.GrowthFrame, vocabulary_size: int) -> DraftUpdate:
+def decode_growth_frame(frame: pb.GrowthFrame, vocabulary_size: int) -> LinkUpdate:
     """Return growth that needs no further checks before it is grafted. Raises `WireError` otherwise."""
-    return DraftUpdate(
+    return LinkUpdate(
         growths=_decode_growths(frame.growths, vocabulary_size),
         dropped={each.request_id: each.reason for each in frame.dropped},
         applied=frame.applied,
@@ -141,7 +141,7 @@ def decode_growth_frame(frame: pb.GrowthFrame, vocabulary_size: int) -> DraftUpd
     )
 
 
-def parse_growth_frame(data: bytes, vocabulary_size: int) -> DraftUpdate:
+def parse_growth_frame(data: bytes, vocabulary_size: int) -> LinkUpdate:
     """Return `decode_growth_frame` of a serialised frame."""
     return decode_growth_frame(pb.GrowthFrame.FromString(data), vocabulary_size)
 

@@ -1,7 +1,7 @@
 """A target's links to its draft workers, on the event loop: one per address, connected again whenever it breaks.
 
 The engine runs in another process and knows links by the ids of their streams; see `draft_stream_messages`, and
-`remote_drafting` for the engine's end.
+`remote_draft_client` for the engine's end.
 """
 
 from __future__ import annotations

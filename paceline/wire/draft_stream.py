@@ -12,7 +12,7 @@ from itertools import compress
 import grpc
 
 from paceline.core.growth import GrowthBatch
-from paceline.drafting.draft_loop import DraftUpdate
+from paceline.drafting.draft_loop import LinkUpdate
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.tls import Certificates
 from paceline.v1 import draft_pb2 as pb
@@ -144,13 +144,13 @@ class DraftStream:
         growths = update.growths if all(is_open) else GrowthBatch.of(compress(update.growths, is_open))
         dropped = {wire_id: reason for wire_id, reason in update.dropped.items() if self._drop(wire_id, reason)}
         if growths or dropped:
-            self._on_event(StreamUpdate(self.up.stream_id, DraftUpdate(growths, dropped)))
+            self._on_event(StreamUpdate(self.up.stream_id, LinkUpdate(growths, dropped)))
 
     def _note_sent(self, frame: pb.DraftFrame) -> None:
         self._metrics.sent(frame.ByteSize())
         self._sent_at.append(time.monotonic())
 
-    def _note_applied(self, update: DraftUpdate) -> None:
+    def _note_applied(self, update: LinkUpdate) -> None:
         if update.applied > self._applied:
             sent_at = [self._sent_at.popleft() for _ in range(update.applied - self._applied)][-1]
             self._metrics.round_trip(max(0.0, time.monotonic() - sent_at - update.timings.total_s))

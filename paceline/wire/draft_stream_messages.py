@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from paceline.drafting.draft_loop import DraftUpdate
+from paceline.drafting.draft_loop import LinkUpdate
 from paceline.v1 import draft_pb2 as pb
 
 
@@ -41,7 +41,7 @@ class StreamUpdate:
     """To the engine: a frame of a draft worker, decoded and checked. Its request ids are those on the link."""
 
     stream_id: int
-    update: DraftUpdate
+    update: LinkUpdate
 
 
 @dataclass(frozen=True, slots=True)

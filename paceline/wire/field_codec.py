@@ -39,6 +39,11 @@ def decode_fields(cls: type[AnyClass], message: Message, **others: object) -> An
     return cls(**values)
 
 
+def set_fields(message: Message) -> dict[str, Any]:
+    """Return the fields of a message that are set, by name, with lists for repeated fields and dicts for maps."""
+    return {field.name: _reader(field)(message, field.name) for field, _ in message.ListFields()}
+
+
 @cache
 def _field_names(message_type: type[Message]) -> Sequence[str]:
     return tuple(message_type.DESCRIPTOR.fields_by_name)

@@ -6,9 +6,10 @@ LinkError
 ├── PeerIdentityError   a client's certificate names a service that may not call this one
 ├── Draining            this worker takes no new requests
 ├── EngineDeadError     this worker's model process died; its links are closed
-└── TargetLost          a target no longer serves a request; replay it on another target
-    ├── TargetEngineDied    the target's engine died while it served the request
-    └── HandedOver          the target drains and gave the request back
+└── ReplayElsewhere     a target no longer serves a request; replay it on another target
+    ├── HandedOver          the target drains and gave the request back: nothing is lost
+    └── TargetLost          the target died, or its link broke
+        └── TargetEngineDied    the target's engine died while it served the request
 """
 
 
@@ -36,13 +37,17 @@ class EngineDeadError(LinkError):
     """The worker's model process ended unexpectedly."""
 
 
-class TargetLost(LinkError):
+class ReplayElsewhere(LinkError):
     """The target no longer serves this request. The tokens it sent are valid; another target can continue."""
+
+
+class HandedOver(ReplayElsewhere):
+    """The target drains. Neither it nor the request has failed."""
+
+
+class TargetLost(ReplayElsewhere):
+    """The target died, or its link broke."""
 
 
 class TargetEngineDied(TargetLost):
     """The target's engine died while it served this request. The request may be the cause and kill the next engine."""
-
-
-class HandedOver(TargetLost):
-    """The target drains. The request is not the cause."""

@@ -31,23 +31,23 @@ from paceline.wire.field_codec import decode_fields, encode_fields
 from paceline.wire.link_errors import WireError
 
 
-def encode_submission(submission: GenerationRequest) -> pb.SubmitFrame.Submit:
+def encode_request(request: GenerationRequest) -> pb.SubmitFrame.Submit:
     """Raises `WireError` if a value does not fit its field, such as a token id of 2**32."""
     try:
         return encode_fields(
             pb.SubmitFrame.Submit,
-            submission,
-            prompt_token_ids=submission.prompt,
-            committed_token_ids=submission.committed,
-            drafts=submission.draft_addresses,
-            sampling=encode_sampling(submission.sampling),
-            speculative=encode_fields(common_pb2.SpeculativeOptions, submission.speculative),
+            request,
+            prompt_token_ids=request.prompt,
+            committed_token_ids=request.committed,
+            drafts=request.draft_addresses,
+            sampling=encode_sampling(request.sampling),
+            speculative=encode_fields(common_pb2.SpeculativeOptions, request.speculative),
         )
     except (ValueError, TypeError) as error:
-        raise WireError(f"request {submission.request_id} cannot be sent: {error}") from error
+        raise WireError(f"request {request.request_id} cannot be sent: {error}") from error
 
 
-def decode_submission(message: pb.SubmitFrame.Submit) -> GenerationRequest:
+def decode_request(message: pb.SubmitFrame.Submit) -> GenerationRequest:
     if not message.prompt_token_ids:
         raise WireError("prompt_token_ids: empty")
     if not message.HasField("sampling"):

@@ -2,12 +2,13 @@
 
     link = TargetLink("127.0.0.1:50051")
     description = await link.connect()
-    async with aclosing(link.submit(submission)) as deltas:
+    async with aclosing(link.submit(request)) as deltas:
         async for delta in deltas:
             ...
     await link.close()
 
-When a link breaks, every open request raises `TargetLost`. A link does not reconnect: make a new one.
+When a link breaks, every open request raises `TargetLost`; a request that the target hands over raises `HandedOver`. A
+link does not reconnect: make a new one.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
 from paceline.wire.channels import SUBMIT_FRAME_BYTES, open_channel
 from paceline.wire.credentials import TARGET
-from paceline.wire.link_errors import Congested, HandedOver, TargetEngineDied, TargetLost, WireError
+from paceline.wire.link_errors import Congested, HandedOver, ReplayElsewhere, TargetEngineDied, TargetLost, WireError
 from paceline.wire.outbox import Outbox
-from paceline.wire.target_codec import decode_delta, decode_load, decode_target_description, encode_submission
+from paceline.wire.target_codec import decode_delta, decode_load, decode_target_description, encode_request
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class TargetLink:
         """The target takes no new requests and finishes the running ones."""
         self._channel = open_channel(address, tls=tls, peer=TARGET)
         self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
-        self._streams: dict[str, asyncio.Queue[Delta | TargetLost]] = {}
+        self._streams: dict[str, asyncio.Queue[Delta | ReplayElsewhere]] = {}
         self._outbox = Outbox(pb.SubmitFrame, SUBMIT_FRAME_BYTES)
         self._lost = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -67,33 +68,33 @@ class TargetLink:
         self._reader = asyncio.create_task(self._read(call), name=f"receive from {self.address}")
         return self.description
 
-    async def submit(self, submission: GenerationRequest) -> AsyncGenerator[Delta]:
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Run a request and yield its deltas; the last one has a finish reason.
 
         Leaving early (`aclose`, cancellation) cancels the request at the target. Raises `TargetLost` if the link breaks
-        or the target drains first: submit the request to another target, with the tokens so far as `committed`.
-        Raises `WireError` if a value does not fit the contract, `ValueError` if the request id is in use.
+        first, `HandedOver` if the target drains: submit the request to another target, with the tokens so far as
+        `committed`. Raises `WireError` if a value does not fit the contract, `ValueError` if the request id is in use.
         """
         await self._outbox.wait_for_capacity()  # many large requests at once would break the link
-        if submission.request_id in self._streams:
-            raise ValueError(f"request {submission.request_id} already runs on this link")
-        self._send(pb.SubmitFrame(submits=[_encode_checked(submission)]))
+        if request.request_id in self._streams:
+            raise ValueError(f"request {request.request_id} already runs on this link")
+        self._send(pb.SubmitFrame(submits=[_encode_checked(request)]))
         if self.lost:
             raise TargetLost(f"target {self.address} is lost")
-        stream: asyncio.Queue[Delta | TargetLost] = asyncio.Queue()
-        self._streams[submission.request_id] = stream
+        stream: asyncio.Queue[Delta | ReplayElsewhere] = asyncio.Queue()
+        self._streams[request.request_id] = stream
         ended = False
         try:
             while not ended:
-                delta = await stream.get()
-                ended = isinstance(delta, TargetLost) or delta.finish_reason is not None
-                if isinstance(delta, TargetLost):
-                    raise delta
-                yield delta
+                received = await stream.get()
+                ended = isinstance(received, ReplayElsewhere) or received.finish_reason is not None
+                if isinstance(received, ReplayElsewhere):
+                    raise received
+                yield received
         finally:
             if not ended:
-                self.cancel(submission.request_id)
-            del self._streams[submission.request_id]
+                self.cancel(request.request_id)
+            del self._streams[request.request_id]
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request: its iterator ends with the finish reason CANCELLED."""
@@ -165,9 +166,9 @@ class TargetLink:
             stream.put_nowait(kind(f"target {self.address} lost: {reason}"))
 
 
-def _encode_checked(submission: GenerationRequest) -> pb.SubmitFrame.Submit:
+def _encode_checked(request: GenerationRequest) -> pb.SubmitFrame.Submit:
     """Raises `WireError` if the message may not fit into one frame together with waiting messages."""
-    message = encode_submission(submission)
+    message = encode_request(request)
     if (size := message.ByteSize()) > SUBMIT_FRAME_BYTES // 2:
-        raise WireError(f"request {submission.request_id}: {size} bytes, the most is {SUBMIT_FRAME_BYTES // 2}")
+        raise WireError(f"request {request.request_id}: {size} bytes, the most is {SUBMIT_FRAME_BYTES // 2}")
     return message

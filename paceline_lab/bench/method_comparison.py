@@ -10,6 +10,8 @@ each repetition from the first.
 
 `acceptance_length` is accepted tokens per verification, without the bonus token; `by_depth[d]` is the share of
 verifications that accepted more than d tokens.
+
+`paceline bench grammar` is the same for JSON extraction with a schema that binds every output, of plain decoding too.
 """
 
 from __future__ import annotations
@@ -28,10 +30,17 @@ from paceline import family
 from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.config import SamplingParams
 from paceline.core.messages import SpeculationStats
+from paceline.grammar import grammar_from_schema
 from paceline.llm import LLM
 from paceline.text import Tokenizer
 from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names
-from paceline_lab.bench.workloads import Workload, repetitive_workloads, workloads
+from paceline_lab.bench.workloads import (
+    Workload,
+    extraction_schema,
+    extraction_workload,
+    repetitive_workloads,
+    workloads,
+)
 
 TARGET, DRAFT = family.NAMES
 TEMPERATURES = (0.0, 0.8)
@@ -78,10 +87,18 @@ def methods() -> dict[str, dict[str, Any]]:
     return {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix", **SUFFIX_WITHOUT_HISTORY}, **alone, **both}
 
 
-def run(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
+def run_with_grammar(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
+    """As `run`, for JSON extraction under a schema."""
+    return run(console, only, [extraction_workload()], grammar_from_schema(extraction_schema()))
+
+
+def run(
+    console: Console, only: Collection[str] = (), loads: Sequence[Workload] = (), grammar: str = ""
+) -> dict[str, Any]:
     """Measure and show; return the JSON document. Ctrl-C ends the run with the workloads measured so far.
 
-    `only` names the methods to measure; empty means all. Raises `StartError` for an unknown name.
+    `only` names the methods to measure; empty means all. `loads`: the workloads; empty: all four. `grammar`: of every
+    output. Raises `StartError` for an unknown name.
     """
     known = methods()
     check_names(only, known)
@@ -89,14 +106,14 @@ def run(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with console.status("loading"):
         llms = _llms(chosen)
-    cells = list(product((*workloads(), *repetitive_workloads()), TEMPERATURES))
+    cells = list(product(loads or (*workloads(), *repetitive_workloads()), TEMPERATURES))
     prompts = sum(len(workload.bodies) for workload, _ in cells)
     with (
         results_kept_on_interrupt(console),
         progress(console, "prompts, every method in turns", REPETITIONS * prompts) as done,
     ):
         for workload, temperature in cells:
-            measured = measure(llms, prompts_of(workload), temperature, done)
+            measured = measure(llms, prompts_of(workload), temperature, done, grammar)
             these = [row(name, workload.name, temperature, measured) for name in llms]
             _show(console, measured[PLAIN], these)
             rows += these
@@ -108,9 +125,10 @@ def measure(
     prompts: Sequence[Sequence[int]],
     temperature: float,
     done: Callable[[], None] = lambda: None,
+    grammar: str = "",
 ) -> dict[str, ComparedMethod]:
     """Measurements by method, PLAIN among them. `done` is called after each prompt of each repetition."""
-    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=7)
+    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=7, grammar=grammar)
     plain = next(iter(llms.values()))
     measured = {name: ComparedMethod() for name in (PLAIN, *llms)}
     for llm in llms.values():

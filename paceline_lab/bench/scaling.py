@@ -32,7 +32,7 @@ from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.messages import Delta, GenerationRequest
 from paceline.ipc.gc_heap import freeze_gc_heap
-from paceline.wire.target_codec import encode_delta, encode_submission
+from paceline.wire.target_codec import encode_delta, encode_request
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation.pair_simulation import SimulatedPair, simulate
 from paceline_lab.simulation.scaling_model import Costs, CpuPerToken, ProcessCounts, process_counts
@@ -107,17 +107,17 @@ def run(console: Console) -> ScalingResult:
 
 def measure_engine(requests: int) -> EngineStepCost:
     """CPU time of a step in virtual time."""
-    plain = simulate(SimulatedPair(TARGET, None, engine=ENGINE), _submissions(requests, TOKENS["plain"]))
+    plain = simulate(SimulatedPair(TARGET, None, engine=ENGINE), _generation_requests(requests, TOKENS["plain"]))
     plain_ms = _step_ms(plain.step_cpu_s, requests)
     if requests > STREAMED:
         return EngineStepCost(requests, plain_ms, None, None)
     pair = SimulatedPair(TARGET, DRAFT, rtt_s=0.5e-3, speculation=SPECULATION, engine=ENGINE)
-    streamed = simulate(pair, _submissions(requests, TOKENS["streamed"]))
+    streamed = simulate(pair, _generation_requests(requests, TOKENS["streamed"]))
     tokens = requests * TOKENS["streamed"] / sum(count for count, _ in streamed.step_cpu_s)
     return EngineStepCost(requests, plain_ms, _step_ms(streamed.step_cpu_s, requests), round(tokens, 2))
 
 
-def _submissions(requests: int, tokens: int) -> list[tuple[float, GenerationRequest]]:
+def _generation_requests(requests: int, tokens: int) -> list[tuple[float, GenerationRequest]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
     prompts = ([(number >> shift) % 512 for shift in range(PROMPT)] for number in range(requests))
     return [(0.0, GenerationRequest(f"r{number}", prompt, sampling)) for number, prompt in enumerate(prompts)]
@@ -132,14 +132,16 @@ def _step_ms(steps: Sequence[tuple[int, float]], requests: int) -> float:
 def frames() -> dict[str, float]:
     """Bytes of encoded messages, without gRPC's own headers, which a frame has once."""
     sampling = SamplingParams()
-    submission = encode_submission(GenerationRequest(REQUEST_ID, list(range(1000, 1000 + ANSWER_TOKENS)), sampling))
+    generation_request = encode_request(
+        GenerationRequest(REQUEST_ID, list(range(1000, 1000 + ANSWER_TOKENS)), sampling)
+    )
     one, four = (encode_delta(Delta(REQUEST_ID, [1000] * n, [True] * n), REQUEST_ID).ByteSize() for n in (1, 4))
     pair = simulate(
         SimulatedPair(TARGET, DRAFT),
         [(0.0, GenerationRequest("r", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=96)))],
     )
     return {
-        "submit_256_token_prompt": submission.ByteSize(),
+        "submit_256_token_prompt": generation_request.ByteSize(),
         "delta_of_1_token": one,
         "delta_of_4_tokens": four,
         "draft_link_per_token": round(pair.wire_bytes_per_token, 1),

@@ -49,7 +49,7 @@ from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth, GrowthBatch
 from paceline.core.messages import GenerationRequest
 from paceline.drafting import build_lookups, build_speculator, complete_config
-from paceline.drafting.draft_loop import DraftUpdate
+from paceline.drafting.draft_loop import LinkUpdate
 from paceline.drafting.speculator import Commit, Context, Limit, Opening, Speculator
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
 from paceline.engine.draft_gate import DraftGate
@@ -64,7 +64,7 @@ from paceline.model_names import resolve_model
 from paceline.telemetry.step_stats import StepStats
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
 from paceline.wire.draft_stream_messages import SendDraftFrame, StreamUp, StreamUpdate
-from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline.wire.target_codec import encode_delta
 from paceline_lab.bench.bench_measurement import PLAIN, check_names
 from paceline_lab.bench.method_comparison import LIMITS, methods, prompts_of
@@ -186,7 +186,7 @@ class Loopback(MessageDispatcher):
         with self._stopwatch.part("pipe"):
             growths = piped(growths)
         with self._stopwatch.part("wire"):
-            frame = encode_growth_frame(DraftUpdate(growths)).SerializeToString()
+            frame = encode_growth_frame(LinkUpdate(growths)).SerializeToString()
             update = parse_growth_frame(frame, self._vocabulary_size)
         with self._stopwatch.part("pipe"):
             message = piped(StreamUpdate(LINK, update))
@@ -415,7 +415,7 @@ def _engine(llm: LLM, config: SpeculativeConfig, stopwatch: Stopwatch) -> tuple[
     loopback = Loopback(stopwatch, speculator, llm.model.vocabulary_size)
     drafting: Any = NoDraftClient()
     if speculator is not None:
-        drafting = TimedCalls(RemoteDrafting(loopback), DRAFT_CALLS, stopwatch, "wire")  # type: ignore[arg-type]
+        drafting = TimedCalls(RemoteDraftClient(loopback), DRAFT_CALLS, stopwatch, "wire")  # type: ignore[arg-type]
         loopback.connect(speculator)
     lookups = [LocalDraftClient(each) for each in build_lookups(config)]
     model: Any = TimedCalls(llm.model, ["run"], stopwatch, "pass")

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.doctor.default_prompts import QUESTIONS, code_prompts
 from paceline_lab.training.family.docstring_chats import Chat
 from paceline_lab.training.family.edit_chats import edits
-from paceline_lab.training.family.extraction_chats import extractions
+from paceline_lab.training.family.extraction_chats import extractions, record_schemas
 from paceline_lab.training.family.stdlib_corpus import held_out_files, read_source
 
 CHATS = 4
@@ -41,10 +41,18 @@ def workloads() -> list[Workload]:
 def repetitive_workloads() -> list[Workload]:
     """Workloads in which most of an answer is a copy from the prompt: code editing and JSON extraction."""
     sources = [read_source(path) for path in held_out_files()]
-    return [
-        Workload("code editing", "/v1/chat/completions", [_body(chat) for chat in edits(sources, CHATS, seed=101)]),
-        Workload("JSON extraction", "/v1/chat/completions", [_body(chat) for chat in extractions(CHATS, seed=102)]),
-    ]
+    editing = [_body(chat) for chat in edits(sources, CHATS, seed=101)]
+    return [Workload("code editing", "/v1/chat/completions", editing), extraction_workload()]
+
+
+def extraction_workload() -> Workload:
+    chats = extractions(CHATS, seed=102)
+    return Workload("JSON extraction", "/v1/chat/completions", [_body(chat) for chat in chats])
+
+
+def extraction_schema() -> dict[str, Any]:
+    """A schema of every right answer in `extraction_workload`."""
+    return {"type": "array", "items": {"anyOf": record_schemas()}}
 
 
 def _body(chat: Chat) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class TableScheme:
     def load(self, name: str, config: EngineConfig) -> Model:
         from paceline_lab.fake_models.table_model import TableModel
 
-        return TableModel.parse(name, slots=config.slots, max_model_len=config.max_model_len)
+        return TableModel.parse(name, slots=config.slot_count, max_model_len=config.max_model_len)
 
     def check_served_name(self, served_name: str) -> None:
         """Any name is valid: a table's text is numbers."""
@@ -45,7 +45,7 @@ class TimedScheme:
         from paceline_lab.fake_models.timed_model import TimedModel
 
         spec = TimedModelConfig.parse(name)
-        return TimedModel(name, spec, slots=config.slots, max_model_len=config.max_model_len or MAX_POSITIONS)
+        return TimedModel(name, spec, slots=config.slot_count, max_model_len=config.max_model_len or MAX_POSITIONS)
 
     def check_served_name(self, served_name: str) -> None:
         if not served_name.startswith(TIMED_PREFIX):

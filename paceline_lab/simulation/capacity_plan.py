@@ -129,8 +129,8 @@ def load(pair: SimulatedPair, requests: int) -> LoadPoint:
 def rate(pair: SimulatedPair, requests: int) -> float:
     """Tokens per second of one target for `requests` requests together."""
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS)
-    submissions = [GenerationRequest(f"r{number}", [number + 1, 2, 3], sampling) for number in range(requests)]
-    return simulate(pair, [(0.0, submission) for submission in submissions]).tokens_per_s
+    generation_requests = [GenerationRequest(f"r{number}", [number + 1, 2, 3], sampling) for number in range(requests)]
+    return simulate(pair, [(0.0, generation_request) for generation_request in generation_requests]).tokens_per_s
 
 
 def requests_at(loads: Sequence[LoadPoint], tokens_per_s: float) -> float:

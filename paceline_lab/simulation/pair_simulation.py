@@ -27,7 +27,7 @@ from paceline.model import ModelOutput
 from paceline.model.rows import Row
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamUp, StreamUpdate
-from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_lab.simulation.virtual_time import DelayedLink, VirtualTime
@@ -111,27 +111,27 @@ class _MeteredModel(TimedModel):
             self.cpu_s += time.thread_time() - began
 
 
-def simulate(pair: SimulatedPair, submissions: Sequence[tuple[float, GenerationRequest]]) -> SimulationResult:
-    """Serve each submission from its arrival time on, until all have ended."""
-    return _Run(pair, submissions).result()
+def simulate(pair: SimulatedPair, generation_requests: Sequence[tuple[float, GenerationRequest]]) -> SimulationResult:
+    """Serve each request from its arrival time on, until all have ended."""
+    return _Run(pair, generation_requests).result()
 
 
 class _Run:
     """One simulation."""
 
-    def __init__(self, pair: SimulatedPair, submissions: Sequence[tuple[float, GenerationRequest]]) -> None:
+    def __init__(self, pair: SimulatedPair, generation_requests: Sequence[tuple[float, GenerationRequest]]) -> None:
         self._time = VirtualTime()
         self._pair = pair
         self._result = SimulationResult()
-        self._running = len(submissions)
+        self._running = len(generation_requests)
         self._engine_pipe = _Pipe(self._time, self._receive_from_engine)
         self._draft_pipes: list[_Pipe] = []
-        for number, (when, submission) in enumerate(submissions):
-            drafted = replace(submission, draft_addresses=[f"{ADDRESS}-{number % pair.drafts}"])
+        for number, (when, generation_request) in enumerate(generation_requests):
+            drafted = replace(generation_request, draft_addresses=[f"{ADDRESS}-{number % pair.drafts}"])
             self._time.after(when, partial(self._engine_pipe.put, drafted))
         drafting: DraftClient = NoDraftClient()
         if pair.draft is not None:
-            drafting = RemoteDrafting(self._engine_pipe, clock=self._time.now)  # type: ignore[arg-type]
+            drafting = RemoteDraftClient(self._engine_pipe, clock=self._time.now)  # type: ignore[arg-type]
             for link in range(pair.drafts):
                 self._start_draft(pair.draft, link)
         self._target, cost = self._model(pair.target, pair.engine.max_num_batched_rows)
@@ -158,7 +158,7 @@ class _Run:
 
     def _model(self, spec: TimedModelConfig, most_rows: int) -> tuple[_MeteredModel, RowCost]:
         rows = sorted({1, min(spec.knee_rows, most_rows), most_rows})
-        model = _MeteredModel("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
+        model = _MeteredModel("timed:", spec, self._pair.engine.slot_count, 2**14, self._time.now, self._time.sleep)
         return model, RowCost(rows, [max(spec.seconds(count), 1e-9) for count in rows])
 
     def _receive_from_engine(self, message: object) -> None:

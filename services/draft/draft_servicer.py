@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import grpc
 
 from paceline.drafting.draft_loop import (
-    DraftUpdate,
     LinkClosed,
     LinkEvents,
+    LinkUpdate,
     RequestClosed,
     RequestEvent,
     SpeculatorFacts,
@@ -40,7 +40,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._send = send
         self._tracing = tracing
         self._numbers = itertools.count(1)
-        self._links: dict[int, _TargetLink] = {}
+        self._links: dict[int, _TargetStream] = {}
         self._draining = False
 
     @property
@@ -65,7 +65,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise Draining("this draft worker drains")
         number = next(self._numbers)
         spans = DraftSpans(self._tracing, self._worker_id, self._facts) if self._tracing else None
-        link = _TargetLink(number, self._facts, self._send, spans)
+        link = _TargetStream(number, self._facts, self._send, spans)
         self._links[number] = link
         try:
             async with aclosing(serve_bidi_stream(incoming, link.receive, link.outbox)) as frames:
@@ -77,7 +77,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if spans is not None:
                 spans.close()
 
-    def send_growth(self, updates: Sequence[tuple[int, DraftUpdate]]) -> None:
+    def send_growth(self, updates: Sequence[tuple[int, LinkUpdate]]) -> None:
         """Send each update of a round on its link, given by number."""
         for number, update in updates:
             if link := self._links.get(number):
@@ -90,7 +90,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             link.outbox.close(Draining("this draft worker drains"))
 
 
-class _TargetLink:
+class _TargetStream:
     """The stream of one target."""
 
     def __init__(self, number: int, facts: SpeculatorFacts, send: SendToLoop, spans: DraftSpans | None) -> None:
@@ -114,7 +114,7 @@ class _TargetLink:
             self._spans.receive(events)
         self._send(LinkEvents(self._number, events))
 
-    def send(self, update: DraftUpdate) -> None:
+    def send(self, update: LinkUpdate) -> None:
         self.open_requests.difference_update(update.dropped)
         if self._spans is not None:
             self._spans.send(update)

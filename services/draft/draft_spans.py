@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, RequestEvent, SpeculatorFacts
+from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, RequestEvent, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Opening
 from paceline.telemetry.tracing import Attributes, TraceSpan, Tracing
 
@@ -63,7 +63,7 @@ class DraftSpans:
             elif isinstance(event, RequestClosed):
                 self._open.pop(event.request_id).end()
 
-    def send(self, update: DraftUpdate) -> None:
+    def send(self, update: LinkUpdate) -> None:
         """Take note of what the worker sends."""
         if not self._open:
             return

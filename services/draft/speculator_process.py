@@ -8,6 +8,7 @@ import sys
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import Speculator, complete_config
 from paceline.drafting.draft_loop import DraftLoop, SpeculatorFacts
+from paceline.drafting.memory_plan import plan_memory
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
@@ -45,6 +46,8 @@ def load_speculator(config: SpeculativeConfig, engine: EngineConfig, target_mode
         )
     if speculation.vocabulary_mapping != "none" and target_model is None:
         raise StartError("--target-model is needed for a vocabulary_mapping: a draft is mapped to one vocabulary only")
+    with as_start_errors(speculation):
+        engine = plan_memory(engine, speculation, target_model, target=False, draft=True)
     return build_configured_speculator(speculation, engine, target_parts, target_model)
 
 

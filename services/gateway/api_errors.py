@@ -14,6 +14,7 @@ ApiError                    500
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -67,6 +68,19 @@ class InvalidRequestError(ApiError):
         detail = error.errors(include_url=False)[0]
         param = field_path(detail["loc"]) or None
         return cls(_message(detail, param), param=param, code=_CODES.get(detail["type"]))
+
+    def renamed(self, names: Iterable[tuple[str, str]]) -> InvalidRequestError:
+        """The error for a body that was converted to the one at fault.
+
+        `names`: fields of the converted body, as regular expressions, and what the client's body calls them.
+        """
+        if self.param is None:
+            return self
+        param = self.param
+        for pattern, name in names:
+            param = re.sub(pattern, name, param)
+        message = param + self.message.removeprefix(self.param) if self.message.startswith(self.param) else self.message
+        return InvalidRequestError(message, param=param, code=self.code, status=self.status, headers=self.headers)
 
 
 class AuthenticationError(ApiError):

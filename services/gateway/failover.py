@@ -1,4 +1,8 @@
-"""One request across targets: submit it, yield its deltas, and resume on another target when a target is lost."""
+"""One request across targets: submit it, yield its deltas, resume on another target when a target dies or drains.
+
+What happens when a target dies is told step by step, with the function of each step, in `docs/architecture.md` under
+"A target dies in the middle of a response".
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from dataclasses import replace
 from paceline.core.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest
 from paceline.telemetry.gateway_metrics import RequestMetrics
 from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
-from paceline.wire.link_errors import HandedOver, TargetEngineDied, TargetLost, WireError
+from paceline.wire.link_errors import ReplayElsewhere, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.prefix_index import block_hashes
@@ -50,7 +54,7 @@ class FailoverRequest:
         tracing: Tracing = NO_TRACING,
         before: Iterable[Delta] = (),
     ) -> None:
-        """`resume_s`: how long to wait for another target when the target is lost.
+        """`resume_s`: how long to wait for another target when the target is lost or drains.
 
         `before`: deltas that another gateway had of this request. It continues after them.
         """
@@ -76,7 +80,10 @@ class FailoverRequest:
             self._numerics = delta.numerics if delta.tokens else self._numerics
 
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """Raises an `ApiError` if the request cannot be served. Closing it cancels the request at its target."""
+        """The deltas, from one target after another.
+
+        Raises an `ApiError` if the request cannot be served. Closing the generator cancels the request at its target.
+        """
         while self._losses <= MAX_TARGET_LOSSES:
             request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
             # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
@@ -95,9 +102,11 @@ class FailoverRequest:
                 if not self._may_retry_refused():
                     raise GenerationError(str(error)) from error
                 continue
-            except TargetLost as error:
-                self._losses += not isinstance(error, HandedOver)
-                self._engine_deaths += isinstance(error, TargetEngineDied)
+            except ReplayElsewhere as error:
+                if isinstance(error, TargetLost):
+                    self._losses += 1
+                if isinstance(error, TargetEngineDied):
+                    self._engine_deaths += 1
                 log.warning("request %s moves to another target: %s", request.request_id, error)
             if self._engine_deaths > MAX_ENGINE_DEATHS:
                 raise GenerationError(
@@ -133,14 +142,13 @@ class FailoverRequest:
         return self._tracing.start("attempt", request.trace_parent, attributes, role="client")
 
     async def _next_target(self, request: GenerationRequest, blocks: Sequence[int]) -> TargetConnection:
-        """Wait for a target. One that refused the request is chosen only if there is no other."""
-        exclude = (self._refused_by,) if self._refused_by else ()
-        choose = self._fleet.choose
-        while (
-            chosen := choose(request, blocks, exclude, self._numerics) or choose(request, blocks, (), self._numerics)
-        ) is None:
+        """Choose a target, or wait for one. One that refused the request is chosen only if there is no other.
+
+        Raises `UnavailableError` if none comes in time.
+        """
+        while (chosen := self._fleet.choose(request, blocks, self._refused_by, self._numerics)) is None:
             if not await self._fleet.wait_for_target(self._resume_s, request.target_labels):
-                raise UnavailableError(f"the target was lost and no other came within {self._resume_s:g} s")
+                raise UnavailableError(f"the target is gone, and no other came within {self._resume_s:g} s")
         target, candidate = chosen
         self._metrics.routed(candidate.cached, session=candidate.has_session)
         if self._numerics not in (None, target.numerics):
@@ -164,21 +172,21 @@ class FailoverRequest:
         """The request's deltas from one target, which starts after the committed tokens."""
         greedy = request.sampling.greedy
         drafts = self._fleet.drafts.order(greedy=greedy) if request.speculative.enabled is not False else []
-        self._target, stats = target, None
-        submission = replace(
+        request = replace(
             request, request_id=self._submitted_id, draft_addresses=drafts, trace_parent=span.trace_parent
         )
+        self._target, stats = target, None
         try:
             with InFlightRequest(target, request, blocks, self._fleet.request_cost) as self._in_flight:
                 async with (
                     AsyncExitStack() as quarantine,
                     # Submits at the first iteration, so after the quarantine was entered.
-                    aclosing(target.link.submit(submission)) as deltas,
+                    aclosing(target.link.submit(request)) as deltas,
                 ):
                     if self._engine_deaths:
                         await quarantine.enter_async_context(target.quarantine)
-                        if not target.up:
-                            raise HandedOver(f"target {target.record.worker_id} went before the request's turn came")
+                        if not target.up:  # it ran nothing of this request: no loss to be counted
+                            raise ReplayElsewhere(f"target {target.record.worker_id} left before the request's turn")
                     async for delta in deltas:
                         stats, delta.numerics = delta.speculation, target.numerics
                         self._check(delta)

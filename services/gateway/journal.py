@@ -263,12 +263,12 @@ class Journal:
         processors = [OutputProcessor(each, model.tokenizer) for each in requests]
         running = len(requests)
         while running:
-            unknown = await self.journals.load(self.client, self.id, self.position - 1)
-            if not unknown:
+            unread = await self.journals.load(self.client, self.id, self.position - 1)
+            if not unread:
                 raise StreamLeftError("the stream is not kept any more", code="stream_not_found", status=404)
-            del unknown[0]  # it is known
-            self.position += len(unknown)
-            for entry in unknown:
+            del unread[0]  # it is known
+            self.position += len(unread)
+            for entry in unread:
                 if isinstance(entry, list):
                     index, delta = self._decoded(entry)
                     self.now = self._replayed
@@ -306,7 +306,7 @@ class Journal:
     async def cancel(self) -> None:
         """Tell the request's owner to end it. Raises `UnavailableError`."""
         while (written := await self._write({"cancel": True})) is Written.BEHIND:
-            await self._read_unknown()
+            await self._unread()
         if written is Written.LOST:
             raise _unavailable()
 
@@ -322,7 +322,7 @@ class Journal:
         owner: Json = {"owner": secrets.token_hex(8)}
         running = completions
         while running:
-            for entry in await self._read_unknown():
+            for entry in await self._unread():
                 if isinstance(entry, list):
                     index, delta = self._decoded(entry)
                     running -= delta.finish_reason is not None
@@ -345,21 +345,21 @@ class Journal:
             return
         async with self._appending:
             while self.kept and (written := await self._write(*entries)) is not Written.YES:
-                unknown: list[Entry] = []
+                unread: list[Entry] = []
                 with suppress(UnavailableError):
-                    unknown = await self._read_unknown() if written is Written.BEHIND else []
-                for each in unknown:
+                    unread = await self._unread() if written is Written.BEHIND else []
+                for each in unread:
                     assert isinstance(each, dict), "an owner's entry comes before its deltas"
                     if "owner" in each:
                         raise StreamLeftError("this stream was resumed by another connection")
                     self._heed(each, model)
-                self.kept = bool(unknown)
+                self.kept = bool(unread)
 
-    async def _read_unknown(self) -> list[Entry]:
+    async def _unread(self) -> list[Entry]:
         """The entries that this gateway does not know. Raises `UnavailableError`."""
-        unknown = await self.journals.load(self.client, self.id, self.position)
-        self.position += len(unknown)
-        return unknown
+        unread = await self.journals.load(self.client, self.id, self.position)
+        self.position += len(unread)
+        return unread
 
     async def _write(self, *entries: Entry) -> Written:
         """Append after the known entries; before the first one the request."""

@@ -21,7 +21,7 @@ from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.failover import FailoverRequest
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.running_requests import RunningRequests
-from paceline_services.gateway.structured_output import GrammarChecks
+from paceline_services.gateway.structured.structured_output import GrammarChecks
 
 FINAL_STATS_TIMEOUT_S = 2.0
 """How long to wait for the statistics of a request that a stop string ended."""
@@ -219,7 +219,7 @@ async def interleaved(outputs: Mapping[int, AsyncGenerator[Delta]]) -> AsyncGene
     try:
         for index, deltas in outputs.items():
             tasks.append(asyncio.create_task(_enqueue(ready, index, deltas)))
-            await asyncio.sleep(0)  # a thousand submissions take seconds: let other requests run between them
+            await asyncio.sleep(0)  # a thousand requests take seconds: let other requests run between them
         running = len(tasks)
         while running:
             index, delta_or_error = await ready.get()

@@ -29,21 +29,19 @@ from paceline.text import ChatTemplateError, Tokenizer
 from paceline.tls import Certificates, ServerContext
 from paceline.wire.grpc_server import GrpcServer, PortInUseError
 from paceline_services.gateway.admission import AdmissionLimits, Capacity
-from paceline_services.gateway.anthropic.messages_api import add_messages_api
 from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.grpc.inference_servicer import create_server
+from paceline_services.gateway.http.connection_limits import LimitedHttpProtocol
+from paceline_services.gateway.http_app import create_app
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.connection_limits import LimitedHttpProtocol
-from paceline_services.gateway.openai.http_app import create_app
 from paceline_services.gateway.pages.fleet_report import FleetReport
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.response_generation import ResponseRequests
 from paceline_services.gateway.responses.response_history import ResponseHistory
-from paceline_services.gateway.responses.response_routes import add_responses
 from paceline_services.gateway.routing.fleet import open_fleet
 from paceline_services.gateway.served_model import ServedModel
-from paceline_services.gateway.structured_output import GrammarChecks
+from paceline_services.gateway.structured.structured_output import GrammarChecks
 from paceline_services.tracing_options import open_tracing
 
 log = logging.getLogger(__name__)
@@ -138,21 +136,19 @@ async def running(
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
         report = FleetReport(models, store, settings.worker_id)
         journals = Journals(store, enabled=settings.records.resumable_s > 0)
+        history = ResponseHistory(store, enabled=settings.records.response_s > 0)
+        responses = ResponseRequests(models, history, journals)
+        background = await stack.enter_async_context(BackgroundResponses(responses, authenticator.client_named))
         app = create_app(
-            models,
             registry,
             authenticator,
             report,
-            journals,
+            responses,
+            background,
             settings.allow_origin,
             settings.public,
             settings.demo_socket,
         )
-        add_messages_api(app, models, journals)
-        history = ResponseHistory(store, enabled=settings.records.response_s > 0)
-        responses = ResponseRequests(models, history, journals)
-        background = await stack.enter_async_context(BackgroundResponses(responses, authenticator.client_named))
-        add_responses(app, responses, background)
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)

@@ -20,8 +20,7 @@ from prometheus_client import CollectorRegistry
 from paceline import __version__
 from paceline.config.vllm_options import VllmOptions
 from paceline.core.messages import TargetDescription
-from paceline.core.verify import strategy_of
-from paceline.engine.engine_messages import CalibrationSeed, EngineInfo, StepResult
+from paceline.engine.engine_messages import CalibrationCounts, EngineInfo, StepResult
 from paceline.ipc.model_process import ModelProcess
 from paceline.launcher import StartError
 from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration
@@ -121,7 +120,7 @@ async def target_worker(
     registry = CollectorRegistry()
     metrics = TargetMetrics(registry, description.model, info.slots)
     metrics.rows_invariant.set(info.rows_invariant)
-    metrics.set_strategy(strategy_of(speculation))
+    metrics.set_strategy(speculation.strategy)
     async with AsyncExitStack() as stack:
         recorder = await stack.enter_async_context(store.recorder())
         stats = await stack.enter_async_context(StatLogger(description, recorder, metrics))
@@ -137,7 +136,7 @@ async def target_worker(
 
         engine.on(StepResult, on_step)
         known = await stored_acceptance(store, description)
-        engine.send(CalibrationSeed(known.cell_drafted, known.cell_accepted))
+        engine.send(CalibrationCounts(known.cell_drafted, known.cell_accepted))
         if options.engine == "paceline" and speculation.enabled and speculation.draft_placement == "worker":
             config = DraftLinkConfig(info.fingerprint, info.vocabulary_size, tls=tls)
             pool = DraftPool(config, engine.send, info.layers, metrics)

@@ -9,6 +9,7 @@ import time
 
 from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
 from paceline.drafting import build_lookups, complete_config
+from paceline.drafting.memory_plan import plan_memory
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
@@ -20,7 +21,7 @@ from paceline.launcher import StartError
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.row_probe import measure_row_cost
 from paceline.target_features import all_features
-from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline_services.model_entrypoint import (
     as_start_errors,
     bind_cpus,
@@ -45,6 +46,11 @@ def serve_engine(pipe: Pipe, options: argparse.Namespace) -> None:
 
 def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
     """Raises `StartError` or `ModelNotFoundError`."""
+    try:
+        here = speculation.draft_placement == "target"
+        config = plan_memory(config, speculation, model_name, target=True, draft=here)
+    except ValueError as error:
+        raise StartError(f"--model {model_name} cannot be loaded: {error}") from error
     model = load_model(model_name, config)
     drafting = build_drafting(model, pipe, speculation, config)
     cost = measure_row_cost(model, config.max_num_batched_rows)
@@ -73,7 +79,7 @@ def build_drafting(model: Model, pipe: Pipe, speculation: SpeculativeConfig, con
     if not speculation.enabled:
         return NoDraftClient()
     if speculation.draft_placement == "worker":
-        return RemoteDrafting(pipe)
+        return RemoteDraftClient(pipe)
     local = build_configured_speculator(speculation, config, model.target_weights, model.name)
     if local.vocabulary_fingerprint not in ("", model.fingerprint):
         raise StartError(

@@ -21,14 +21,14 @@ class EngineWatchdog(PeriodicTask):
         self._timeout_s = timeout_s
         self._busy = busy
         self._kill = kill
-        self._idle_checks = 0
+        self._checks_without_step = 0
 
     def reset(self) -> None:
         """The engine made a step."""
-        self._idle_checks = 0
+        self._checks_without_step = 0
 
     async def run_once(self) -> None:
-        self._idle_checks = self._idle_checks + 1 if self._busy() else 0
-        if self._idle_checks == CHECKS_PER_TIMEOUT + 1:
+        self._checks_without_step = self._checks_without_step + 1 if self._busy() else 0
+        if self._checks_without_step == CHECKS_PER_TIMEOUT + 1:
             log.critical("the engine has requests and made no step for %g s: it is killed", self._timeout_s)
             self._kill()

@@ -16,7 +16,7 @@ from paceline.telemetry.target_metrics import TargetMetrics
 
 
 class StatLogger(PeriodicTask):
-    """Collects requests and deltas of the servicer (`Observer`) and engine steps, and publishes them each second."""
+    """Collects the requests and deltas of the servicer and the steps of the engine; publishes steps each second."""
 
     interval_s = 1.0
 
@@ -33,8 +33,8 @@ class StatLogger(PeriodicTask):
         """Queue engine steps for the next `run_once`."""
         self._steps.extend(steps)
 
-    def submitted(self, engine_id: str, submission: GenerationRequest) -> None:
-        self._request_ids[engine_id] = submission.request_id
+    def submitted(self, engine_id: str, request: GenerationRequest) -> None:
+        self._request_ids[engine_id] = request.request_id
 
     def committed(self, delta: Delta) -> None:
         if delta.finish_reason is not None and delta.usage is not None and delta.timings.prefill_s:

@@ -27,7 +27,7 @@ from paceline.wire.bidi_stream import serve_bidi_stream
 from paceline.wire.channels import FRAME_BYTES
 from paceline.wire.link_errors import Congested, Draining, EngineDeadError, WireError
 from paceline.wire.outbox import Outbox
-from paceline.wire.target_codec import decode_submission, encode_delta, encode_load, encode_target_description
+from paceline.wire.target_codec import decode_request, encode_delta, encode_load, encode_target_description
 from paceline_services.target.stat_logger import StatLogger
 from paceline_services.target.target_spans import TargetSpans
 
@@ -52,8 +52,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._send = send
         self._spans = TargetSpans(description, tracing)
         self._link_numbers = count(1)
-        self._links: set[_GatewayLink] = set()
-        self._owners: dict[str, _GatewayLink] = {}
+        self._links: set[_GatewayStream] = set()
+        self._owners: dict[str, _GatewayStream] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -68,7 +68,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> AsyncGenerator[pb.DeltaFrame]:
         if self._draining:
             raise Draining("this target drains")
-        link = _GatewayLink(next(self._link_numbers))
+        link = _GatewayStream(next(self._link_numbers))
         self._links.add(link)
         link.put(pb.DeltaFrame(load=encode_load(self.load)))
         try:
@@ -106,7 +106,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def send_deltas(self, deltas: Sequence[Delta], load: EngineLoad) -> None:
         """Send the deltas of one engine step, one frame per link."""
         self.load = load
-        frames: defaultdict[_GatewayLink, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
+        frames: defaultdict[_GatewayStream, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
         for delta in deltas:
             link = self._owners.get(delta.request_id)
             if link is None:
@@ -149,7 +149,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         for link in self._links:
             link.outbox.close()
 
-    def _receive(self, link: _GatewayLink, frame: pb.SubmitFrame) -> None:
+    def _receive(self, link: _GatewayStream, frame: pb.SubmitFrame) -> None:
         for message in frame.submits:
             self._submit(link, message)
         for cancel in frame.cancels:
@@ -157,7 +157,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             if engine_id in link.running:
                 self._send(CancelRequest(engine_id))
 
-    def _submit(self, link: _GatewayLink, message: pb.SubmitFrame.Submit) -> None:
+    def _submit(self, link: _GatewayStream, message: pb.SubmitFrame.Submit) -> None:
         """Submit a request. An invalid one ends with an error in its own delta. Raises `WireError` for an id in use."""
         engine_id = link.engine_id(message.request_id)
         if engine_id in link.running:
@@ -166,16 +166,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             link.hand_over(message.request_id)
             return
         try:
-            submission = decode_submission(message)
+            request = decode_request(message)
         except WireError as error:
             link.put_delta(Delta(engine_id, finish_reason=FinishReason.ERROR, error=str(error)))
             return
         self._owners[engine_id] = link
         link.running.add(engine_id)
         self._idle.clear()
-        self._stats.submitted(engine_id, submission)
-        trace_parent = self._spans.start(engine_id, submission)
-        self._send(replace(submission, request_id=engine_id, trace_parent=trace_parent))
+        self._stats.submitted(engine_id, request)
+        trace_parent = self._spans.start(engine_id, request)
+        self._send(replace(request, request_id=engine_id, trace_parent=trace_parent))
 
     def _forget(self, engine_id: str) -> None:
         self._owners.pop(engine_id).running.discard(engine_id)
@@ -185,7 +185,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             self._idle.set()
 
 
-class _GatewayLink:
+class _GatewayStream:
     """The stream of one gateway."""
 
     def __init__(self, number: int) -> None:

@@ -28,24 +28,24 @@ class TargetSpans:
         self._tracing = tracing
         self._open: dict[str, tuple[TraceSpan, GenerationRequest]] = {}
 
-    def start(self, engine_id: str, submission: GenerationRequest) -> str:
+    def start(self, engine_id: str, request: GenerationRequest) -> str:
         """Start a request's span. Return the trace parent for its drafts."""
-        if not submission.trace_parent:
+        if not request.trace_parent:
             return ""
-        span = self._tracing.start("target_request", submission.trace_parent, self._worker, role="server")
+        span = self._tracing.start("target_request", request.trace_parent, self._worker, role="server")
         if not span:
-            return submission.trace_parent  # drafts may make spans even if this target does not
-        self._open[engine_id] = span, submission
+            return request.trace_parent  # drafts may make spans even if this target does not
+        self._open[engine_id] = span, request
         return span.trace_parent
 
     def finish(self, delta: Delta) -> None:
         """End the span of a request, whose last delta this is."""
         if delta.request_id not in self._open:
             return
-        span, submission = self._open.pop(delta.request_id)
+        span, request = self._open.pop(delta.request_id)
         end_ns = time.time_ns()
         _add_phases(span, delta.timings, end_ns)
-        span.set(outcome_attributes(delta, submission))
+        span.set(outcome_attributes(delta, request))
         if delta.finish_reason is FinishReason.ERROR:
             span.fail("error", delta.error)
         span.end(end_ns)
@@ -72,14 +72,14 @@ def _add_phases(span: TraceSpan, timings: Timings, end_ns: int) -> None:
             span.child(name, at_ns=begin_ns).end(stop_ns)
 
 
-def outcome_attributes(delta: Delta, submission: GenerationRequest) -> Attributes:
+def outcome_attributes(delta: Delta, request: GenerationRequest) -> Attributes:
     """What a last delta reports. `paceline.committed_tokens`: output that another target produced before."""
     attributes: dict[str, AttributeValue] = {
-        "gen_ai.request.id": submission.request_id,
+        "gen_ai.request.id": request.request_id,
         "gen_ai.response.finish_reasons": [delta.finish_reason.value] if delta.finish_reason else [],
         **latency_attributes(delta.timings),
         "gen_ai.latency.time_in_model_execute": delta.timings.compute_s,
-        "paceline.committed_tokens": len(submission.committed),
+        "paceline.committed_tokens": len(request.committed),
     }
     if (usage := delta.usage) is not None:
         attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens

@@ -1,4 +1,4 @@
-"""`RemoteDrafting` against real draft workers over loopback."""
+"""`RemoteDraftClient` against real draft workers over loopback."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.drafting.speculator import Commit, Context, Limit
-from paceline.engine.draft_client import DraftUpdates
+from paceline.engine.draft_client import PollResult
 from paceline.wire.draft_stream_messages import ConnectDrafts
 from tests.helpers.workers import Counting, RecordingSpeculator, draft_worker, nodes, opening, target, until
 
@@ -81,8 +81,8 @@ async def test_growth_of_a_closed_request_is_ignored() -> None:
 
 async def test_poll_returns_with_the_first_growth_or_after_its_timeout() -> None:
     async with draft_worker() as worker, target() as here:
-        assert here.drafting.poll(0.0) == DraftUpdates()
-        assert here.drafting.poll(0.01) == DraftUpdates()
+        assert here.drafting.poll(0.0) == PollResult()
+        assert here.drafting.poll(0.01) == PollResult()
         await here.reach(worker.address)
         polling = asyncio.create_task(asyncio.to_thread(here.drafting.poll, 3600.0))
         here.drafting.open(opening(1), [worker.address])

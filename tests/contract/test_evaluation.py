@@ -6,6 +6,7 @@ A scripted target scores position i with -4 - i, so that a shift shows (`prompt_
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -265,3 +266,38 @@ async def test_a_client_that_leaves_while_its_prompt_is_scored_frees_everything(
         await asyncio.wait([asking])
         await stack.decoder.cancelled.get()
         await stack.idle()
+
+
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}], ids=str)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_aborted_request_has_null_for_tokens_that_are_not_scored(fields: dict[str, Any], n: int) -> None:
+    async with open_stack(counts, burst=1) as stack:
+        stack.decoder.hold_after = 3
+        asking = await stack.begin(PROMPT, request_id="a", n=n, max_tokens=4, **fields)
+        await until(lambda: not stack.decoder.gate.is_set())
+        assert stack.models.abort("", "a")
+        answer = await asking
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            assert choice["finish_reason"] == "abort"
+            known = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else choice["prompt_logprobs"]
+            missing = [score is None for score in known[1 : len(PROMPT)]]
+            assert len(missing) == len(PROMPT) - 1
+            assert missing == sorted(missing), "null from some token on"
+            assert missing[-1]
+
+
+async def test_a_stream_that_is_aborted_while_its_prompt_is_scored_says_why_it_ends() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        stack.decoder.hold_after = 3
+        options = {"include_usage": True}
+        fields: dict[str, Any] = {"echo": True, "logprobs": 1, "n": 2, "stream": True, "stream_options": options}
+        asking = await stack.begin(PROMPT, request_id="a", max_tokens=4, **fields)
+        await until(lambda: not stack.decoder.gate.is_set())
+        assert stack.models.abort("", "a")
+        chunks = [json.loads(line[6:]) for line in (await asking).text.splitlines() if line.startswith("data: {")]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        for index in range(2):
+            first, *_, last = [choice for choice in choices if choice["index"] == index]
+            assert (len(first["logprobs"]["tokens"]), last["finish_reason"]) == (len(PROMPT), "abort")
+        assert chunks[-1]["usage"]

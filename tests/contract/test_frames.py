@@ -26,13 +26,15 @@ from paceline.core.messages import (
     Usage,
     VerifiedTree,
 )
-from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, SpeculatorFacts
+from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
-from paceline.v1 import common_pb2, draft_pb2, target_pb2
+from paceline.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from paceline.wire import draft_codec, target_codec
 from paceline.wire.link_errors import WireError
 from paceline.wire.node_codec import LOG_ODDS, log_probability
 from paceline.wire.tensor_codec import decode_tensor, encode_tensor
+from paceline_services.gateway.grpc.inference_servicer import CONVERTED_FIELDS
+from paceline_services.gateway.openai.bodies import CompletionBody
 
 VOCABULARY = 1000
 
@@ -71,7 +73,7 @@ options = st.builds(
     max_tree_nodes=st.none() | counts,
     report=st.booleans(),
 )
-submissions = st.builds(
+generation_requests = st.builds(
     GenerationRequest,
     request_id=texts,
     prompt=st.lists(tokens, min_size=1, max_size=5),
@@ -194,10 +196,10 @@ def sent(message: Message) -> list[bytes]:
     return [ours, theirs]
 
 
-@given(submissions)
-def test_submission(submission: GenerationRequest) -> None:
-    for wire in sent(target_codec.encode_submission(submission)):
-        assert target_codec.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
+@given(generation_requests)
+def test_generation_request(generation_request: GenerationRequest) -> None:
+    for wire in sent(target_codec.encode_request(generation_request)):
+        assert target_codec.decode_request(target_pb2.SubmitFrame.Submit.FromString(wire)) == generation_request
 
 
 @given(deltas())
@@ -244,6 +246,14 @@ def test_descriptions() -> None:
 def test_every_sampling_parameter_has_a_field() -> None:
     """The codec encodes a parameter by its field, so this is all that a new one needs."""
     assert set(SamplingParams.model_fields) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_grpc_clients_have_the_parameters_of_http_under_the_same_names() -> None:
+    """`InferenceService` copies fields by name, so this is all that a new one needs there."""
+    http = set(CompletionBody.model_fields)
+    sampling = set(inference_pb2.GenerateRequest.Sampling.DESCRIPTOR.fields_by_name)
+    assert http & set(SamplingParams.model_fields) <= sampling <= http
+    assert set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - CONVERTED_FIELDS <= http
 
 
 @given(openings, st.builds(Limit, counts, counts, st.integers(0, draft_codec.MAX_NODES), st.floats(0, 1, width=32)))
@@ -301,7 +311,7 @@ def test_the_events_of_a_frame_are_in_order() -> None:
 
 @given(
     st.builds(
-        DraftUpdate,
+        LinkUpdate,
         growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths() | drawn_growths()), max_size=3).map(
             GrowthBatch.of
         ),
@@ -310,13 +320,13 @@ def test_the_events_of_a_frame_are_in_order() -> None:
         timings=st.builds(round_timings, st.integers(0, 10**9), st.integers(0, 10**9)),
     )
 )
-def test_growth_frame(update: DraftUpdate) -> None:
+def test_growth_frame(update: LinkUpdate) -> None:
     for wire in sent(draft_codec.encode_growth_frame(update)):
         assert draft_codec.parse_growth_frame(wire, VOCABULARY) == update
 
 
 def frame_of(*growths: Growth, **fields: Any) -> draft_pb2.GrowthFrame:
-    return draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth) for growth in growths]), **fields))
+    return draft_codec.encode_growth_frame(LinkUpdate(GrowthBatch.of([(1, growth) for growth in growths]), **fields))
 
 
 def test_two_rounds_merge_into_one_frame() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -27,6 +28,7 @@ from tests.helpers.anthropic_stack import (
     says,
 )
 from tests.helpers.openai_stack import MODEL, TOKENIZER, counts, open_stack
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -150,10 +152,11 @@ async def test_a_tool_s_round_trip(served: MessagesStack) -> None:
     )
 
 
-async def test_arguments_that_are_no_object_are_kept(served: MessagesStack) -> None:
-    served.speak('<tool_call>{"name": "weather", "arguments": [1}</tool_call>')
+@pytest.mark.parametrize("arguments", ["[1}", '{"days": 1e999}'], ids=["no object", "a number that JSON has not"])
+async def test_arguments_that_are_no_object_are_kept(served: MessagesStack, arguments: str) -> None:
+    served.speak(f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>')
     [call] = (await served.create(tools=[WEATHER])).content
-    assert call.input == {"INVALID_JSON": "[1}"}
+    assert call.input == {"INVALID_JSON": arguments}
 
 
 async def test_reasoning_returns_with_the_conversation(served: MessagesStack) -> None:
@@ -188,6 +191,21 @@ async def test_why_a_message_ends(
     message = await (served.stream if stream else served.create)(**fields)
     [block] = message.content
     assert (block.text, message.stop_reason, message.stop_sequence) == (shown, reason, sequence)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_an_abort_cuts_off_is_not_to_be_run(served: MessagesStack, stream: bool) -> None:
+    served.speak(CUT_OFF + "ln" * 50)
+    decoder = served.stack.decoder
+    decoder.hold_after = 12
+    asking = asyncio.create_task((served.stream if stream else served.create)(tools=[WEATHER]))
+    await until(lambda: not decoder.gate.is_set())
+    await served.stack.first_tokens()
+    assert served.stack.models.abort("", decoder.requests[-1].group)
+    decoder.gate.set()
+    message = await asking
+    assert [block.type for block in message.content] == ["text", "tool_use"]
+    assert message.stop_reason == "end_turn"
 
 
 async def test_a_limit_beyond_the_context_ends_where_the_context_ends() -> None:

@@ -154,6 +154,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [says("user", {"type": "document"})]}, "content of type document is not supported"),
         ({"messages": [says("user", TOOL_USE)]}, r"messages\[0\]: content of type tool_use is not possible"),
         ({"messages": [USER, says("assistant", TOOL_USE)]}, "no text to continue"),
+        ({"messages": [says("user", {"text": "x"})]}, r"messages\[0\]\.content\[0\]: needs 'type'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.role: must be one of"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]\.type: must be"),
         ({"tools": [{"name": "f"}]}, r"missing parameter: tools\[0\]\.input_schema"),
@@ -166,6 +167,13 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: is not supported"),
         ({"thread": {"type": "create"}}, "thread: is not supported"),
         ({"temprature": 1}, "unknown parameter: temprature"),
+        ({"metadata": {"user_id": "x" * 1025}}, r"^metadata\.user_id: "),
+        ({"tools": [WEATHER | {"name": "a b"}]}, r"^tools\[0\]\.name: "),
+        ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, r"^tools\[0\]\.input_schema: must be a schema"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
+            r"^output_config\.format\.schema: ",
+        ),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(served: MessagesStack, fields: Any, message: str) -> None:

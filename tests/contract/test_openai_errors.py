@@ -70,6 +70,7 @@ COMPLETIONS: dict[str, list[Any]] = {
     "bad_words": [["x"] * 1025, ["x" * 1024] * 17],
     "logit_bias": [{"4096": 1}, {str(token): 1 for token in range(4097)}],
     "cache_salt": ["", "x" * 1025],
+    "prompt_cache_key": ["x" * 1025],
     "logprobs": [21],
     "suffix": ["y"],
     "prompt_logprobs": [-1, 21, True],

@@ -15,7 +15,7 @@ import pytest
 from paceline.core.messages import Delta, FinishReason
 from paceline.state import WorkerRecord, open_store
 from paceline.wire import target_link
-from paceline.wire.target_codec import encode_submission
+from paceline.wire.target_codec import encode_request
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.admission import AdmissionLimits
@@ -165,7 +165,7 @@ async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: p
     async with open_stack(counts, limits=AdmissionLimits(resume_s=0.1)) as stack:
         await stack.text(["x"] * 8, n=8, max_tokens=3, bad_words=["word " * 200])
         assert len(stack.decoder.requests) == 64
-        assert sum(encode_submission(each).ByteSize() for each in stack.decoder.requests) > 2 * 20_000
+        assert sum(encode_request(each).ByteSize() for each in stack.decoder.requests) > 2 * 20_000
         [target] = stack.model.fleet.targets.values()
         assert not target.link.lost
 

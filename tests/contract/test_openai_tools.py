@@ -14,6 +14,7 @@ from grpc import StatusCode
 
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.tool_grammar import forced_call_grammar
+from paceline.target_features import VLLM_LACKS, all_features
 from paceline.text import Tokenizer
 from paceline.v1 import common_pb2
 from paceline.v1 import inference_pb2 as pb
@@ -312,7 +313,6 @@ def after_call(arguments: Any) -> dict[str, Any]:
         ({"tool_choice": {**named("weather"), "mode": "auto"}}, "tool_choice.mode"),
         ({"tool_choice": named("time")}, "tool_choice.function.name"),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"functions": [FUNCTION]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         (after_call("{"), "messages[1].tool_calls[0].function.arguments"),
@@ -338,6 +338,7 @@ async def test_errors_name_the_field(stack: Stack, fields: dict[str, Any], param
         ({"tool_choice": "required"}, ["time", "weather"], True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, ["time", "weather"], False),
         ({"tool_choice": named("weather")}, ["weather"], False),
+        ({"tool_choice": named("weather"), "response_format": JSON_OBJECT}, ["weather"], False),
     ],
     ids=str,
 )
@@ -365,6 +366,21 @@ async def test_a_continued_answer_has_its_grammar_at_once_but_inside_its_reasoni
         sampling = stack.decoder.requests[-1].sampling
         assert sampling.grammar
         assert (sampling.grammar_begins_after, sampling.grammar_waits_if) == (begins_after, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tool_choice": "required"}, {"response_format": JSON_OBJECT}, {"structured_outputs": {"regex": "a+"}}],
+    ids=str,
+)
+async def test_a_grammar_behind_the_reasoning_is_refused_by_the_client_s_field_where_no_target_has_it(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    folder, features = save_tool_model(tmp_path, special=True), all_features(without=VLLM_LACKS)
+    async with open_stack(text_script(TEXT), folder=folder, context=2048, features=features) as stack:
+        refused = await stack.http.post(CHATS, json={"messages": ASKED, "tools": [TOOL], **fields})
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == next(iter(fields))
 
 
 @pytest.mark.parametrize("fields", [{"tools": []}, {"tools": None, "tool_choice": "none"}], ids=str)

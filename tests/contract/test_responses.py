@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import openai
@@ -34,7 +35,8 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": True,
 }
-CONTEXT = 512
+CODEX = json.loads(Path(__file__).with_name("codex.json").read_text(encoding="utf-8"))
+CONTEXT = 1024
 EVENTS = {
     kind: event
     for event in get_args(get_args(ResponseStreamEvent)[0])
@@ -272,6 +274,15 @@ async def test_log_probabilities_are_of_the_message(stack: Stack) -> None:
     assert unasked["content"][0]["logprobs"] == []
 
 
+async def test_codex_is_served_as_it_is(stack: Stack) -> None:
+    """It offers OpenAI's search in the web unasked, which the model does not see."""
+    answer = await stack.http.post(RESPONSES, json=CODEX["turn"] | {"max_output_tokens": 8}, headers=CODEX["headers"])
+    assert answer.status_code == 200, answer.text
+    assert '"name": "update_plan"' in prompt(stack)
+    assert "12 notes.txt" in prompt(stack)
+    assert "web_search" not in prompt(stack)
+
+
 async def test_a_choice_of_allowed_tools_offers_only_those(stack: Stack) -> None:
     other = {**TOOL, "name": "forecast"}
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "forecast"}]}
@@ -280,6 +291,26 @@ async def test_a_choice_of_allowed_tools_offers_only_those(stack: Stack) -> None
     assert '"name": "weather"' not in prompt(stack)
     assert len(response.tools) == 2
     await create(stack, tool_choice="auto")
+
+
+async def test_parameters_of_chat_completions_reach_the_target(stack: Stack) -> None:
+    await create(stack, extra_body={"seed": 11, "priority": -3, "speculative": False})
+    request = stack.decoder.requests[-1]
+    assert (request.sampling.seed, request.priority, request.speculative.enabled) == (11, -3, False)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"reasoning": {"mode": 1e999}',
+        '"text": {"verbosity": NaN}',
+        '"tools": [{"type": "function", "name": "f", "parameters": {"x": 1e999}}]',
+    ],
+)
+async def test_a_setting_with_a_number_that_json_has_not_is_shown_as_null(stack: Stack, field: str) -> None:
+    answer = await stack.http.post(RESPONSES, content=f'{{"input": "x", "tool_choice": "none", {field}}}')
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["status"] == "completed"
 
 
 async def test_reasoning_may_be_left_out(stack: Stack) -> None:
@@ -333,7 +364,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
         ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name"),
         ({"tools": [TOOL | {"parameters": {"type": "string"}}]}, "tools[0].parameters"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
@@ -362,6 +393,10 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"metadata": {"a": "b" * 513}}, "metadata.a"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"n": 2}, "n"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"user": 5}, "user"),
+        ({"safety_identifier": {}}, "safety_identifier"),
+        ({"max_tool_calls": "many"}, "max_tool_calls"),
         ({"inputs": "x"}, "inputs"),
     ],
 )

@@ -13,10 +13,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.config import SamplingParams
 from paceline.core.messages import FinishReason, GenerationRequest
 from paceline.v1 import target_pb2, target_pb2_grpc
-from paceline.wire.link_errors import TargetLost, WireError
-from paceline.wire.target_codec import encode_submission
+from paceline.wire.link_errors import HandedOver, TargetLost, WireError
+from paceline.wire.target_codec import encode_request
 from paceline.wire.target_link import TargetLink
-from tests.helpers.targets import NEVER_ENDS, VOCABULARY, collect, linked, submission, target_worker
+from tests.helpers.targets import NEVER_ENDS, VOCABULARY, collect, generation_request, linked, target_worker
 from tests.helpers.workers import until
 
 
@@ -24,7 +24,7 @@ async def test_a_request_from_beginning_to_end() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         assert link.description.worker_id == "t"
         assert link.description.vocabulary_size == VOCABULARY
-        async with aclosing(link.submit(submission())) as stream:
+        async with aclosing(link.submit(generation_request())) as stream:
             *deltas, last = [delta async for delta in stream]
         assert sum(len(delta.tokens) for delta in (*deltas, last)) == 20
         assert not any(delta.speculation for delta in deltas), "only the last one has statistics"
@@ -41,14 +41,16 @@ async def test_a_request_from_beginning_to_end() -> None:
 async def test_request_ids_belong_to_a_link() -> None:
     """Two gateways use the same ids."""
     async with target_worker() as worker, linked(worker, worker) as [here, there]:
-        results = await asyncio.gather(*(collect(link, submission(str(i))) for link in (here, there) for i in range(6)))
+        results = await asyncio.gather(
+            *(collect(link, generation_request(str(i))) for link in (here, there) for i in range(6))
+        )
         assert all(tokens == results[0][0] for tokens, _ in results)
 
 
 async def test_resuming_continues_exactly() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
-        whole, _ = await collect(link, submission())
-        rest, last = await collect(link, submission("again", committed=whole[:7]))
+        whole, _ = await collect(link, generation_request())
+        rest, last = await collect(link, generation_request("again", committed=whole[:7]))
         assert whole[:7] + rest == whole
         assert last.usage is not None
         assert last.usage.completion_tokens == 20
@@ -56,7 +58,7 @@ async def test_resuming_continues_exactly() -> None:
 
 async def test_cancel_ends_with_a_last_delta() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
-        async with aclosing(link.submit(submission(max_tokens=NEVER_ENDS))) as deltas:
+        async with aclosing(link.submit(generation_request(max_tokens=NEVER_ENDS))) as deltas:
             await anext(deltas)
             link.cancel("r")
             *_, last = [delta async for delta in deltas]
@@ -68,16 +70,16 @@ async def test_cancel_ends_with_a_last_delta() -> None:
 
 async def test_leaving_early_cancels() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
-        async with aclosing(link.submit(submission(max_tokens=NEVER_ENDS))) as deltas:
+        async with aclosing(link.submit(generation_request(max_tokens=NEVER_ENDS))) as deltas:
             await anext(deltas)
         await until(lambda: worker.requests.running == {})
         assert worker.requests.deltas[-1].finish_reason is FinishReason.CANCELLED
-        assert await collect(link, submission()), "the id can be used again"
+        assert await collect(link, generation_request()), "the id can be used again"
 
 
 async def test_closing_a_link_cancels_its_requests() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
-        deltas = link.submit(submission(max_tokens=NEVER_ENDS))
+        deltas = link.submit(generation_request(max_tokens=NEVER_ENDS))
         await anext(deltas)
         await link.close()
         with pytest.raises(TargetLost):
@@ -98,8 +100,8 @@ async def test_closing_a_link_cancels_its_requests() -> None:
 )
 async def test_an_invalid_request_ends_with_an_error_of_its_own(field: str, changes: dict[str, Any]) -> None:
     async with target_worker() as worker, linked(worker) as [link]:
-        good = asyncio.create_task(collect(link, submission("good")))
-        tokens, last = await collect(link, replace(submission("bad"), **changes))
+        good = asyncio.create_task(collect(link, generation_request("good")))
+        tokens, last = await collect(link, replace(generation_request("bad"), **changes))
         assert tokens == []
         assert last.finish_reason is FinishReason.ERROR
         assert field in last.error
@@ -108,7 +110,7 @@ async def test_an_invalid_request_ends_with_an_error_of_its_own(field: str, chan
 
 async def test_an_id_in_use_breaks_the_link() -> None:
     async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
-        message = encode_submission(submission(max_tokens=NEVER_ENDS))
+        message = encode_request(generation_request(max_tokens=NEVER_ENDS))
         call = target_pb2_grpc.TargetServiceStub(channel).Serve()
         await call.write(target_pb2.SubmitFrame(submits=[message, message]))
         with pytest.raises(grpc.aio.AioRpcError, match="'r' is in use") as error:
@@ -122,7 +124,7 @@ async def test_a_value_that_does_not_fit_its_field_is_refused() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         with pytest.raises(WireError, match="request huge cannot be sent"):
             await anext(link.submit(GenerationRequest("huge", [2**32], SamplingParams())))
-        assert len((await collect(link, submission()))[0]) == 20
+        assert len((await collect(link, generation_request()))[0]) == 20
 
 
 async def test_connecting_to_no_target() -> None:
@@ -134,27 +136,27 @@ async def test_connecting_to_no_target() -> None:
 
 async def test_a_draining_target_finishes_running_requests_and_hands_over_new_ones() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
-        running = asyncio.create_task(collect(link, submission("running", max_tokens=1000)))
+        running = asyncio.create_task(collect(link, generation_request("running", max_tokens=1000)))
         await until(lambda: bool(worker.requests.deltas))
         draining = asyncio.create_task(worker.servicer.drain(60, worker.engine_exited))
         await until(lambda: link.draining)
-        with pytest.raises(TargetLost, match="handed the request over"):
-            await collect(link, submission("late"))
+        with pytest.raises(HandedOver, match="handed the request over"):
+            await collect(link, generation_request("late"))
         tokens, last = await running
         assert (len(tokens), last.finish_reason) == (1000, FinishReason.LENGTH)
         await draining
         await link.wait_lost()
         async with linked(worker) as [too_late]:
             with pytest.raises(TargetLost, match="drains"):
-                await collect(too_late, submission())
+                await collect(too_late, generation_request())
 
 
 async def test_draining_has_a_timeout() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
-        running = asyncio.create_task(collect(link, submission(max_tokens=NEVER_ENDS)))
+        running = asyncio.create_task(collect(link, generation_request(max_tokens=NEVER_ENDS)))
         await until(lambda: bool(worker.requests.deltas))
         await worker.servicer.drain(0.0, worker.engine_exited)
-        with pytest.raises(TargetLost, match="handed the request over"):
+        with pytest.raises(HandedOver, match="handed the request over"):
             await running
         assert worker.requests.running == {}
 

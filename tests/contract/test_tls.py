@@ -30,7 +30,7 @@ from paceline_services.tls_options import load_certificates
 from tests.helpers.certificates import Authority
 from tests.helpers.openai_stack import RunningTarget, counts, open_stack, start_target
 from tests.helpers.proxies import Streams, proxy
-from tests.helpers.targets import link_to, submission
+from tests.helpers.targets import generation_request, link_to
 
 HELLO = {"model": "pydoc", "prompt": "hello", "max_tokens": 30}
 
@@ -131,7 +131,7 @@ async def test_rotation_while_a_stream_runs(authority: Authority, stranger: Auth
     theirs, ours = authority.issue(TARGET), authority.issue(GATEWAY)
     async with served(theirs) as running, link_to(running.record.address, ours) as link:
         running.decoder.hold_after = 5
-        async with aclosing(link.submit(submission(max_tokens=40))) as deltas:
+        async with aclosing(link.submit(generation_request(max_tokens=40))) as deltas:
             tokens = [token for _ in range(5) for token in (await anext(deltas)).tokens]
             stranger.replace(TARGET, folder=authority.folder)
             assert await reaches(running, stranger.issue(GATEWAY))
@@ -139,7 +139,7 @@ async def test_rotation_while_a_stream_runs(authority: Authority, stranger: Auth
             running.decoder.gate.set()
             async for delta in deltas:
                 tokens += delta.tokens
-        assert tokens == list(counts(submission(max_tokens=40))[:40])
+        assert tokens == list(counts(generation_request(max_tokens=40))[:40])
 
 
 async def test_files_that_do_not_belong_together_change_nothing(authority: Authority, stranger: Authority) -> None:

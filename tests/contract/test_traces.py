@@ -34,12 +34,12 @@ from paceline.telemetry.otel_tracing import OtelTracing
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire.draft_stream_messages import ConnectDrafts
 from paceline.wire.link_errors import WireError
-from paceline.wire.target_codec import decode_submission, encode_submission
+from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services import tracing_options
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
-from tests.helpers.openai_stack import counts, open_stack
-from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, submission, target_worker
+from tests.helpers.openai_stack import counts, open_stack, refusal
+from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, generation_request, target_worker
 from tests.helpers.waiting import until
 from tests.helpers.workers import draft_worker
 
@@ -287,6 +287,15 @@ async def test_a_failed_request_fails_its_span() -> None:
     assert attributes(recorder.one("attempt"))["error.type"] == "TargetRefusedError"
 
 
+async def test_a_refused_call_has_a_span_as_a_refused_request_has() -> None:
+    recorder = Recorder()
+    async with open_stack(counts, tracing=recorder.tracing("gateway")) as stack, stack.inference() as stub:
+        await refusal(stub, inference_pb2.GenerateRequest(text="x", n=1000))
+        assert (await stack.complete(n=1000)).status_code == 400
+        await until(lambda: len(recorder.named("llm_request")) == 2)
+    assert [span.status.status_code for span in recorder.named("llm_request")] == [StatusCode.UNSET] * 2
+
+
 async def test_without_traces_targets_hear_of_none() -> None:
     async with open_stack(counts) as stack:
         await stack.text(headers={"traceparent": PARENT})
@@ -308,9 +317,9 @@ assert not ours & sys.modules.keys()
 
 
 def test_a_trace_parent_travels_and_is_no_place_for_long_texts() -> None:
-    assert decode_submission(encode_submission(submission(trace_parent=PARENT))).trace_parent == PARENT
+    assert decode_request(encode_request(generation_request(trace_parent=PARENT))).trace_parent == PARENT
     with pytest.raises(WireError, match="trace_parent: longer than 55 characters"):
-        decode_submission(encode_submission(submission(trace_parent=f"{PARENT}0")))
+        decode_request(encode_request(generation_request(trace_parent=f"{PARENT}0")))
 
 
 @pytest.mark.parametrize(

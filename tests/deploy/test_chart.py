@@ -307,7 +307,9 @@ def test_the_documented_target_with_vllm_is_valid() -> None:
 
 
 def test_the_engine_s_keys_for_vllm_are_those_that_it_takes() -> None:
-    every = EngineConfig(cpus=(0,), max_model_len=2048, rendezvous="host:1").model_dump(mode="json")
+    every = EngineConfig(
+        cpus=(0,), max_model_len=2048, rendezvous="host:1", slots=512, device_workers=(1, 0)
+    ).model_dump(mode="json")
     taken = {key: value for key, value in every.items() if key in ALLOWED}
     assert taken.keys() == ALLOWED
     with_vllm = merged(ON_CPUS, {"target": {"vllm": VLLM}})

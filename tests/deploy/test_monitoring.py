@@ -10,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.config import SpeculativeConfig
-from paceline.core.verify import strategy_of
 from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.telemetry.target_metrics import TargetMetrics
@@ -26,7 +25,7 @@ def exported() -> dict[str, set[str]]:
     """Labels by name of every series that a service exports."""
     registries = [CollectorRegistry() for _ in SERVICES]
     GatewayMetrics(registries[0])
-    TargetMetrics(registries[1], "pydoc", 1).set_strategy(strategy_of(SpeculativeConfig()))
+    TargetMetrics(registries[1], "pydoc", 1).set_strategy(SpeculativeConfig().strategy)
     DraftMetrics(registries[2], "ngram")
     found: dict[str, set[str]] = {"up": set()}
     for registry in registries:

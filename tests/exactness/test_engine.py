@@ -93,7 +93,7 @@ def engine(
     return Engine(model, config, speculation, source, FREE, lookups=lookups)
 
 
-def submissions() -> list[GenerationRequest]:
+def generation_requests() -> list[GenerationRequest]:
     rng = random.Random(4)
     loop = rng.choices(range(VOCABULARY), k=5) * 30  # something for n-grams to find
     prompts = [rng.choices(range(VOCABULARY), k=n) for n in (1, 3, 63, 64, 65, 130)] + [loop, loop[:77]]
@@ -142,7 +142,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(scope="module")
 def plain(dtype: torch.dtype) -> dict[str, Delta]:
     """One request at a time, no speculation: what everything else is compared with."""
-    results = run(engine(llama(dtype), NoDraftClient()), submissions(), together=1)
+    results = run(engine(llama(dtype), NoDraftClient()), generation_requests(), together=1)
     assert len({tuple(result.tokens[:8]) for result in results.values()}) == len(results)
     return results
 
@@ -159,7 +159,7 @@ def test_several_drafts_of_one_tree_change_no_token(
 ) -> None:
     others = [drafting(name, dtype, 2) for name in lookups]
     target = engine(llama(dtype), drafting(method, dtype, 3), lookups=others, depth=6, nodes=24)
-    assert same(run(target, submissions()), plain)
+    assert same(run(target, generation_requests()), plain)
     sources = range(OWN_DRAFT_SOURCE + 1, OWN_DRAFT_SOURCE + 1 + len(lookups))
     assert all(sum(target.calibrations[source, True].drafted) > 0 for source in sources), "each finds something first"
     assert sum(accepted(target, source) for source in sources) > 0, "what the other one does not find"
@@ -170,7 +170,7 @@ def test_each_draft_has_its_own_calibration(dtype: torch.dtype) -> None:
     """The acceptance rates of a bad and a good draft are learned apart."""
     others = [drafting(name, dtype, 2) for name in ("liar", "perfect")]
     target = engine(llama(dtype), drafting("ngram", dtype, 2), lookups=others, depth=6, nodes=24)
-    run(target, submissions())
+    run(target, generation_requests())
 
     def share(source: int) -> float:
         return accepted(target, source) / sum(sum(target.calibrations[source, g].drafted) for g in (True, False))
@@ -182,9 +182,9 @@ def test_each_draft_has_its_own_calibration(dtype: torch.dtype) -> None:
 def test_a_repeated_request_is_drafted_from_its_first_output(plain: dict[str, Delta], dtype: torch.dtype) -> None:
     others = [drafting(name, dtype, 2) for name in ("ngram", "suffix")]
     target = engine(llama(dtype), NoDraftClient(), lookups=others, depth=6, nodes=24)
-    run(target, submissions())
+    run(target, generation_requests())
     first = accepted(target, OWN_DRAFT_SOURCE + 2)
-    assert same(run(target, submissions()), plain)
+    assert same(run(target, generation_requests()), plain)
     assert accepted(target, OWN_DRAFT_SOURCE + 2) > 2 * first + 20
 
 
@@ -194,7 +194,7 @@ def test_speculation_changes_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, depth: int, nodes: int, width: int
 ) -> None:
     source = drafting(method, dtype, width)
-    assert same(run(engine(llama(dtype), source, depth=depth, nodes=nodes), submissions()), plain)
+    assert same(run(engine(llama(dtype), source, depth=depth, nodes=nodes), generation_requests()), plain)
 
 
 @pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
@@ -206,7 +206,7 @@ def test_guesses_of_one_pass_change_no_token(
     target = engine(llama(dtype), source, nodes=24, max_num_batched_rows=17)
     steps: list[StepStats] = []
     for _ in range(2):
-        assert same(run(target, submissions(), steps=steps), plain)
+        assert same(run(target, generation_requests(), steps=steps), plain)
     assert sum(step.speculation.accepted_tokens for step in steps) > (300 if method == "pard" else 20)
 
 
@@ -215,20 +215,20 @@ def test_preemption_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype
     steps: list[StepStats] = []
     in_one_pass = LocalDraftClient(drafting_for(llama(dtype), method, tmp_path)) if method != "draft_model" else None
     target = engine(llama(dtype, slots=256), in_one_pass or drafting(method, dtype, 2), nodes=8)
-    assert same(run(target, submissions(), steps=steps), plain)
+    assert same(run(target, generation_requests(), steps=steps), plain)
     assert sum(step.preemptions for step in steps) > 3
 
 
 @pytest.mark.parametrize("rows", [8, 17, 64])
 def test_chunked_prefill_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, rows: int) -> None:
     source = drafting("perfect", dtype, 2)
-    assert same(run(engine(llama(dtype), source, max_num_batched_rows=rows), submissions()), plain)
+    assert same(run(engine(llama(dtype), source, max_num_batched_rows=rows), generation_requests()), plain)
 
 
 def test_other_requests_and_the_prefix_cache_change_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
     target = engine(llama(dtype), NoDraftClient())
-    assert same(run(target, submissions(), together=5), plain)
-    again = run(target, submissions(), together=3)
+    assert same(run(target, generation_requests(), together=5), plain)
+    again = run(target, generation_requests(), together=3)
     assert same(again, plain)
     assert sum(a.usage.cached_tokens for a in again.values() if a.usage) > 300
 
@@ -237,7 +237,7 @@ def test_other_requests_and_the_prefix_cache_change_no_token(plain: dict[str, De
 def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, split: int) -> None:
     resumed = [
         replace(each, committed=plain[each.request_id].tokens[:split])
-        for each in submissions()
+        for each in generation_requests()
         if len(plain[each.request_id].tokens) > split
     ]
     results = run(engine(llama(dtype), drafting("perfect", dtype, 2)), resumed)
@@ -246,7 +246,7 @@ def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], dtype: tor
 
 
 def test_good_drafts_are_accepted(dtype: torch.dtype) -> None:
-    requests = [replace(each, speculative=SpeculativeOptions(report=True)) for each in submissions()]
+    requests = [replace(each, speculative=SpeculativeOptions(report=True)) for each in generation_requests()]
     target = engine(llama(dtype), drafting("perfect", dtype, 2), depth=6, nodes=12)
     for request in requests:
         target.submit(request)
@@ -261,12 +261,12 @@ def test_good_drafts_are_accepted(dtype: torch.dtype) -> None:
 def test_a_request_may_lower_the_limits(plain: dict[str, Delta], dtype: torch.dtype) -> None:
     target = engine(llama(dtype), drafting("perfect", dtype, 2))
     options = (SpeculativeOptions(enabled=False), SpeculativeOptions(num_speculative_tokens=1), SpeculativeOptions())
-    requests = [replace(each, speculative=options[i % 3]) for i, each in enumerate(submissions())]
+    requests = [replace(each, speculative=options[i % 3]) for i, each in enumerate(generation_requests())]
     assert same(run(target, requests), plain)
 
 
 def test_usage_and_reason_agree_with_the_tokens(plain: dict[str, Delta]) -> None:
-    for request in submissions():
+    for request in generation_requests():
         result = plain[request.request_id]
         assert result.usage is not None
         assert result.usage.completion_tokens == len(result.tokens)
@@ -284,9 +284,9 @@ def test_usage_and_reason_agree_with_the_tokens(plain: dict[str, Delta]) -> None
 def test_cancelling_frees_everything() -> None:
     model = TableModel(VOCABULARY, 512, 512)
     target = engine(model, LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, 512, 512), 2)))
-    for request in submissions():
+    for request in generation_requests():
         target.submit(request)
-    for victim in submissions():
+    for victim in generation_requests():
         target.step()
         target.cancel(victim.request_id)
         target.check_integrity()
@@ -297,7 +297,7 @@ def test_cancelling_frees_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("submission", "message"),
+    ("generation_request", "message"),
     [
         (GenerationRequest("a", [], LAWS[0]), "empty"),
         (GenerationRequest("b", [VOCABULARY], LAWS[0]), "vocabulary"),
@@ -306,10 +306,10 @@ def test_cancelling_frees_everything() -> None:
         (GenerationRequest("e", [1], SamplingParams(stop_token_ids=(2,)), committed=[1, 2]), "over already"),
     ],
 )
-def test_an_invalid_request_ends_alone(submission: GenerationRequest, message: str) -> None:
+def test_an_invalid_request_ends_alone(generation_request: GenerationRequest, message: str) -> None:
     target = engine(TableModel(VOCABULARY, 512, 512), NoDraftClient())
     good = GenerationRequest("good", [1, 2], SamplingParams(max_tokens=3))
-    results = run(target, [good, submission])
-    assert results[submission.request_id].finish_reason is FinishReason.ERROR
-    assert message in results[submission.request_id].error
+    results = run(target, [good, generation_request])
+    assert results[generation_request.request_id].finish_reason is FinishReason.ERROR
+    assert message in results[generation_request.request_id].error
     assert len(results["good"].tokens) == 3

@@ -70,7 +70,7 @@ def draw_by_committed_history(scene: Scene, node: int) -> int:
     return drawn(scene.world.target(prefix, history=scene.output), scene.chance.noise(len(prefix)))
 
 
-def walk_into_unverified(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
+def follow_into_unverified(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
     """An unverified child that equals the draw is followed; the draw after it is taken from its parent."""
     draw_after = dict(zip([ROOT, *verified], draws, strict=True))
     committed, node, token = [], ROOT, draws[0]
@@ -83,7 +83,7 @@ def walk_into_unverified(tree: TokenTree, verified: Sequence[int], draws: Sequen
         node = child
 
 
-def walk_to_a_sibling(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
+def follow_to_a_sibling(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
     """Any verified child will do."""
     draw_after = dict(zip([ROOT, *verified], draws, strict=True))
     node = ROOT
@@ -95,7 +95,7 @@ def walk_to_a_sibling(tree: TokenTree, verified: Sequence[int], draws: Sequence[
         node = children.get(draw) or next(iter(children.values()))
 
 
-def walk_without_bonus_on_a_miss(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
+def follow_without_bonus_on_a_miss(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
     """The most praised child is committed where nothing was accepted, so that a step is never wasted."""
     draw_after = dict(zip([ROOT, *verified], draws, strict=True))
     token = draw_after[ROOT]
@@ -112,9 +112,9 @@ MUTANTS = {
     "noise keyed by the guess": Coupled(draw=noise_by(lambda scene, node: (len(scene.prefix(node)), node != ROOT))),
     "drawn again on a miss": Coupled(draw=draw_again_on_a_miss),
     "penalties not advanced along the path": Coupled(draw=draw_by_committed_history),
-    "walks into an unverified child": Coupled(walk=walk_into_unverified),
-    "accepts a sibling": Coupled(walk=walk_to_a_sibling),
-    "commits a token that was not drawn": Coupled(walk=walk_without_bonus_on_a_miss),
+    "walks into an unverified child": Coupled(follow=follow_into_unverified),
+    "accepts a sibling": Coupled(follow=follow_to_a_sibling),
+    "commits a token that was not drawn": Coupled(follow=follow_without_bonus_on_a_miss),
 }
 
 

@@ -36,7 +36,7 @@ SAMPLING = {
 }
 
 
-def submissions(grammars: Sequence[str] = tuple(GRAMMARS)) -> list[GenerationRequest]:
+def generation_requests(grammars: Sequence[str] = tuple(GRAMMARS)) -> list[GenerationRequest]:
     return [
         GenerationRequest(f"{name}, {sampling}", PROMPT, params.model_copy(update={"grammar": GRAMMARS[name]}))
         for name in grammars
@@ -70,7 +70,7 @@ def engine(drafting: DraftClient, known: GrammarCompiler | None = None, **keys: 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Delta]:
     """One request at a time, no speculation."""
-    return run(engine(NoDraftClient()), submissions(), together=1)
+    return run(engine(NoDraftClient()), generation_requests(), together=1)
 
 
 def outcome(outputs: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason | None]]:
@@ -87,7 +87,7 @@ def outside(output: Delta, grammar: str) -> bool:
 def test_plain_outputs_fit_their_grammars(plain: dict[str, Delta]) -> None:
     """A text's last token ends a request that has no stop token, too."""
     ended = 0
-    for request in submissions():
+    for request in generation_requests():
         output = plain[request.request_id]
         assert not outside(output, request.sampling.grammar), request.request_id
         assert END not in output.tokens[:-1]
@@ -113,7 +113,7 @@ def test_plain_outputs_fit_their_grammars(plain: dict[str, Delta]) -> None:
 )
 def test_speculation_changes_no_token(plain: dict[str, Delta], drafter: str, width: int) -> None:
     target = engine(drafting(drafter, width))
-    assert outcome(run(target, submissions())) == outcome(plain)
+    assert outcome(run(target, generation_requests())) == outcome(plain)
     drafted = sum(sum(each.drafted) for each in target.calibrations.values())
     accepted = sum(sum(each.accepted) for each in target.calibrations.values())
     assert drafted > 20
@@ -124,7 +124,7 @@ def test_a_draft_that_knows_the_grammar_is_accepted_more() -> None:
     accepted = {}
     for knows in (False, True):
         target = engine(draft_model(1, knows=knows))
-        outputs = run(target, submissions(("regex", "compact schema")))
+        outputs = run(target, generation_requests(("regex", "compact schema")))
         accepted[knows] = sum(sum(output.accepted) for output in outputs.values())
     assert accepted[True] > 1.2 * accepted[False]
 
@@ -133,7 +133,7 @@ def test_a_draft_that_knows_the_grammar_is_accepted_more() -> None:
 def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], split: int) -> None:
     resumed = [
         GenerationRequest(s.request_id, s.prompt, s.sampling, committed=plain[s.request_id].tokens[:split])
-        for s in submissions()
+        for s in generation_requests()
         if len(plain[s.request_id].tokens) > split
     ]
     assert len(resumed) > 10
@@ -160,8 +160,8 @@ STRATEGIES: list[dict[str, object]] = [
 @pytest.mark.parametrize("keys", STRATEGIES, ids=str)
 @pytest.mark.parametrize("drafter", ["does not know", "liar"])
 def test_no_strategy_commits_a_token_outside_the_grammar(keys: dict[str, object], drafter: str) -> None:
-    outputs = run(engine(drafting(drafter, 2), **keys), submissions(FEW))
-    for request in submissions(FEW):
+    outputs = run(engine(drafting(drafter, 2), **keys), generation_requests(FEW))
+    for request in generation_requests(FEW):
         output = outputs[request.request_id]
         assert output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), output.error
         assert not outside(output, request.sampling.grammar), request.request_id
@@ -179,7 +179,7 @@ MUTANTS: dict[str, tuple[str, Callable[[GrammarState, Sequence[int]], Mask | Non
 @pytest.mark.parametrize(("name", "mutant"), MUTANTS.values(), ids=MUTANTS)
 def test_mutants_are_caught(plain: dict[str, Delta], name: str, mutant: object) -> None:
     with patch.object(GrammarState, name, mutant):
-        outputs = run(engine(draft_model(2, knows=False)), submissions(FEW))
+        outputs = run(engine(draft_model(2, knows=False)), generation_requests(FEW))
     assert outcome(outputs) != {key: each for key, each in outcome(plain).items() if key in outputs}
 
 
@@ -207,7 +207,7 @@ def test_an_unusable_grammar_ends_only_its_request() -> None:
 
 def test_cancelling_while_a_grammar_is_compiled_frees_everything() -> None:
     target = engine(NoDraftClient())
-    request = submissions()[0]
+    request = generation_requests()[0]
     target.submit(request)
     target.cancel(request.request_id)
     [last] = target.step()

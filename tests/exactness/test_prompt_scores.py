@@ -24,7 +24,7 @@ from paceline.llm import LLM
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
 from paceline.model_names import resolve_model
-from tests.exactness.test_engine import drafting, engine, llama, submissions
+from tests.exactness.test_engine import drafting, engine, generation_requests, llama
 from tests.helpers.llamas import peaked_llama
 
 TOP = 3
@@ -34,7 +34,7 @@ Scores = dict[int, LogProbs]
 def asking(*, every: int = 1, max_tokens: int | None = None) -> list[GenerationRequest]:
     """The requests of `test_engine`; of each `every` one, the prompt is to be scored."""
     requests = []
-    for number, request in enumerate(submissions()):
+    for number, request in enumerate(generation_requests()):
         changed = {"prompt_logprobs": None if number % every else TOP}
         changed |= {} if max_tokens is None else {"max_tokens": max_tokens, "min_tokens": 0}
         requests.append(replace(request, sampling=request.sampling.model_copy(update=changed)))
@@ -87,13 +87,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(scope="module")
 def expected(dtype: torch.dtype) -> dict[str, Scores]:
     model = llama(dtype)
-    return {request.request_id: row_by_row(model, request) for request in submissions()}
+    return {request.request_id: row_by_row(model, request) for request in generation_requests()}
 
 
 @pytest.fixture(scope="module")
 def plain(dtype: torch.dtype) -> dict[str, object]:
     """What is drawn by requests that ask for no scores, one at a time."""
-    return drawn(serve(engine(llama(dtype), NoDraftClient()), submissions(), together=1))
+    return drawn(serve(engine(llama(dtype), NoDraftClient()), generation_requests(), together=1))
 
 
 def check(results: dict[str, Delta], requests: Sequence[GenerationRequest], expected: dict[str, Scores]) -> None:
@@ -104,7 +104,7 @@ def check(results: dict[str, Delta], requests: Sequence[GenerationRequest], expe
 
 def test_scores_are_those_of_transformers(expected: dict[str, Scores], dtype: torch.dtype) -> None:
     network = peaked_llama().to(dtype)
-    for request in submissions():
+    for request in generation_requests():
         logits = network(torch.tensor([request.prompt])).logits[0].detach().double()
         theirs = logits.log_softmax(-1)
         tolerance = 1e-4 if dtype == torch.float32 else 0.3
@@ -169,7 +169,7 @@ def test_cached_blocks_are_scored_and_filled(
 ) -> None:
     """The prompts are in the cache, then they are scored, then they come from the cache again."""
     target = engine(llama(dtype), NoDraftClient())
-    serve(target, submissions())
+    serve(target, generation_requests())
     for together in (1, 100):
         requests = asking()
         results = serve(target, requests, together)
@@ -178,7 +178,7 @@ def test_cached_blocks_are_scored_and_filled(
         assert all(each.usage is not None and each.usage.cached_tokens == 0 for each in results.values())
     fresh = engine(llama(dtype), NoDraftClient())
     serve(fresh, asking(max_tokens=0))
-    results = serve(fresh, submissions())
+    results = serve(fresh, generation_requests())
     assert drawn(results) == plain
     assert sum(each.usage.cached_tokens for each in results.values() if each.usage) > 300
 
@@ -217,7 +217,7 @@ def test_a_prompt_without_output_has_the_same_scores(
 def test_a_resumed_request_scores_its_prompt_and_not_its_output(
     expected: dict[str, Scores], plain: dict[str, object], dtype: torch.dtype
 ) -> None:
-    whole = serve(engine(llama(dtype), NoDraftClient()), submissions())
+    whole = serve(engine(llama(dtype), NoDraftClient()), generation_requests())
     resumed = [replace(each, committed=whole[each.request_id].tokens[:20]) for each in asking()]
     results = serve(engine(llama(dtype), drafting("perfect", dtype, 2)), resumed)
     check(results, resumed, expected)

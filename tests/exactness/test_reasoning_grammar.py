@@ -33,7 +33,7 @@ SAMPLING = {
 NAMES = ("schema", "choice", "special tokens")
 
 
-def submissions(names: Sequence[str] = NAMES, seeds: int = 2) -> list[GenerationRequest]:
+def generation_requests(names: Sequence[str] = NAMES, seeds: int = 2) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             f"{name}, {gated}, {sampling}, {seed}",
@@ -56,7 +56,7 @@ def submissions(names: Sequence[str] = NAMES, seeds: int = 2) -> list[Generation
     ]
 
 
-FEW = submissions(("choice",))
+FEW = generation_requests(("choice",))
 
 
 def gate_of(request: GenerationRequest) -> ReasoningGate:
@@ -71,7 +71,7 @@ def start_of(request: GenerationRequest, output: Delta) -> int | None:
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Delta]:
     """One request at a time, no speculation."""
-    return run(engine(NoDraftClient()), submissions(), together=1)
+    return run(engine(NoDraftClient()), generation_requests(), together=1)
 
 
 def check(request: GenerationRequest, output: Delta) -> int | None:
@@ -90,12 +90,14 @@ def check(request: GenerationRequest, output: Delta) -> int | None:
 
 
 def test_plain_outputs_keep_to_their_grammars_behind_the_reasoning(plain: dict[str, Delta]) -> None:
-    starts = [check(request, plain[request.request_id]) for request in submissions()]
-    reasons = [plain[request.request_id].finish_reason for request in submissions()]
+    starts = [check(request, plain[request.request_id]) for request in generation_requests()]
+    reasons = [plain[request.request_id].finish_reason for request in generation_requests()]
     assert len({start for start in starts if start is not None}) > 6, "reasoning of different lengths"
     ended = [start for start, reason in zip(starts, reasons, strict=True) if reason is FinishReason.STOP]
     assert sum(1 for start in ended if start) > len(starts) / 4
-    opened = [plain[each.request_id].tokens[0] == THINK for each in submissions() if gate_of(each).opening is not None]
+    opened = [
+        plain[each.request_id].tokens[0] == THINK for each in generation_requests() if gate_of(each).opening is not None
+    ]
     assert 0 < sum(opened) < len(opened)
 
 
@@ -105,10 +107,10 @@ def test_plain_outputs_keep_to_their_grammars_behind_the_reasoning(plain: dict[s
 )
 def test_speculation_changes_no_token(plain: dict[str, Delta], drafter: str, width: int) -> None:
     target = engine(drafting(drafter, width))
-    outputs = run(target, submissions())
+    outputs = run(target, generation_requests())
     assert outcome(outputs) == outcome(plain)
     crossed = 0
-    for request in submissions():
+    for request in generation_requests():
         output = outputs[request.request_id]
         start = start_of(request, output)
         crossed += bool(start) and any(output.accepted[start - 1 : start + 1])
@@ -119,7 +121,7 @@ def test_speculation_changes_no_token(plain: dict[str, Delta], drafter: str, wid
 def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], offset: int) -> None:
     """In the middle of the reasoning and of the marker, right behind it, and in the middle of the grammar's text."""
     resumed = []
-    for request in submissions():
+    for request in generation_requests():
         output = plain[request.request_id]
         start = start_of(request, output) or 0
         split = max(1, start + offset)

@@ -59,7 +59,7 @@ def engine(drafting: DraftClient, lookups: Sequence[DraftClient] = (), model: Mo
     return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, lookups=lookups)
 
 
-def submissions(count: int, length: int = LENGTH, **settings: object) -> list[GenerationRequest]:
+def generation_requests(count: int, length: int = LENGTH, **settings: object) -> list[GenerationRequest]:
     """Requests that differ in their seeds."""
     params = [SamplingParams(seed=seed, max_tokens=length, **settings) for seed in range(count)]
     report = SpeculativeOptions(report=True)
@@ -109,7 +109,7 @@ QUICK = (("draft_model", "one by one", {}), ("both", "as a block", FILTERED))
 def test_residual_has_the_targets_distribution(method: str, rule: str, settings: dict[str, object]) -> None:
     ngram = LocalDraftClient(NGramSpeculator(1, 3, 1))
     drafting, lookups = ngram if method == "ngram" else draft_model(), [ngram] if method == "both" else []
-    results = run(engine(drafting, lookups, **RULES[rule]), submissions(800, **settings), together=40)
+    results = run(engine(drafting, lookups, **RULES[rule]), generation_requests(800, **settings), together=40)
     distribution = distribution_after(TABLE, SamplingParams(**settings), LENGTH)
     assert tail(tokens_of(results), distribution) > SIGNIFICANCE
     assert sum(sum(result.accepted) for result in results.values()) > 100
@@ -118,7 +118,7 @@ def test_residual_has_the_targets_distribution(method: str, rule: str, settings:
 @pytest.mark.slow
 def test_residual_has_a_transformers_distribution() -> None:
     draft = LocalDraftClient(DraftModelSpeculator(llama(torch.float32, noise=0.02), 1))
-    results = run(engine(draft, model=llama(torch.float32), **RESIDUAL), submissions(400, 2), together=50)
+    results = run(engine(draft, model=llama(torch.float32), **RESIDUAL), generation_requests(400, 2), together=50)
     distribution = distribution_after(llama(torch.float32), SamplingParams(), 2)
     assert tail(tokens_of(results), distribution) > SIGNIFICANCE
 
@@ -135,14 +135,14 @@ class FalseDistributions(DraftModelSpeculator):
 
 def test_a_false_draft_distribution_is_detected() -> None:
     """The tests above can fail."""
-    results = run(engine(draft_model(kind=FalseDistributions), **RESIDUAL), submissions(800), together=40)
+    results = run(engine(draft_model(kind=FalseDistributions), **RESIDUAL), generation_requests(800), together=40)
     assert tail(tokens_of(results), distribution_after(TABLE, SamplingParams(), LENGTH)) < SIGNIFICANCE
 
 
 def test_the_same_drafting_gives_the_same_tokens() -> None:
     """Noise is keyed, so a run can be repeated."""
     steady = {**RESIDUAL, "draft_schedule": "lockstep", "row_budget": False}  # drafting does not depend on the clock
-    first, second = (tokens_of(run(engine(draft_model(), **steady), submissions(10, 40))) for _ in range(2))
+    first, second = (tokens_of(run(engine(draft_model(), **steady), generation_requests(10, 40))) for _ in range(2))
     assert first == second
 
 
@@ -200,7 +200,7 @@ def test_log_and_statistics_tell_what_a_strategy_costs(
     logged = [(record.levelno, record.message) for record in caplog.records if promises[0] in record.message]
     assert [number for number, _ in logged] == ([level] if warning else [])
     assert all(warning in message for _, message in logged)
-    target.submit(submissions(1)[0])
+    target.submit(generation_requests(1)[0])
     [stats] = [delta.speculation for _ in range(20) for delta in target.step() if delta.finish_reason]
     assert stats is not None
     assert (stats.strategy, stats.lossy, stats.drafter_invariant) == promises
@@ -211,17 +211,17 @@ def test_log_and_statistics_tell_what_a_strategy_costs(
 def test_a_lying_draft_breaks_nothing(name: str, temperature: float) -> None:
     """Greedy requests stay exact, where the strategy is exact for them, and all, where it is drafter-invariant."""
     keys, (_, _, drafter_invariant), _ = STRATEGIES[name]
-    requests = submissions(6, 50, temperature=temperature)
+    requests = generation_requests(6, 50, temperature=temperature)
     ours = tokens_of(run(engine(LocalDraftClient(LyingDistributions()), **keys), requests))
     assert [len(tokens) for tokens in ours] == [50] * 6
     if drafter_invariant or (temperature == 0 and name not in ("typical", "synthetic")):
-        alone = submissions(6, 50, temperature=0.0 if name == "greedy" else temperature)
+        alone = generation_requests(6, 50, temperature=0.0 if name == "greedy" else temperature)
         assert ours == tokens_of(run(engine(NoDraftClient()), alone))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_residual_at_temperature_0_is_greedy_decoding(rule: str) -> None:
-    requests = submissions(2, 60, temperature=0.0)
+    requests = generation_requests(2, 60, temperature=0.0)
     plain = tokens_of(run(engine(NoDraftClient()), requests))
     assert tokens_of(run(engine(draft_model(0.3), **RULES[rule]), requests)) == plain
 
@@ -231,8 +231,8 @@ def test_synthetic_acceptance_rate() -> None:
     steady = {"num_speculative_tokens": 3, "row_budget": False, "draft_schedule": "lockstep"}
     draft = DraftModelSpeculator(TableModel(SIZE, 1024, 1024, 0.9), 3, least_path_probability=0.0)
     target = engine(LocalDraftClient(draft), synthetic_acceptance_rate=0.6, **steady)
-    for submission in submissions(30, 80):
-        target.submit(submission)
+    for generation_request in generation_requests(30, 80):
+        target.submit(generation_request)
     ends = []
     while target.busy:
         ends += [delta.speculation for delta in target.step() if delta.finish_reason and delta.speculation]

@@ -17,7 +17,7 @@ from paceline.model.loading import load
 from paceline.model.parallel.sharding import tp_plan_for
 from paceline.model.rows import TILE, SlotTable
 from paceline.model.target_weights import TargetWeights
-from tests.exactness.test_engine import accepted, drafting, engine, llama, run, same, submissions
+from tests.exactness.test_engine import accepted, drafting, engine, generation_requests, llama, run, same
 from tests.exactness.test_rows import (
     VOCABULARY,
     assert_same,
@@ -111,7 +111,7 @@ def test_a_sum_whose_order_depends_on_the_index_is_caught(ranks: RankProcesses, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_speculation_changes_no_token_of_a_shared_model(ranks: RankProcesses, dtype: str, tmp_path: Path) -> None:
     """Greedy and sampled, under every rule; one at a time and all at once."""
-    folder, requests = save_checkpoint(tmp_path), submissions()
+    folder, requests = save_checkpoint(tmp_path), generation_requests()
     with ranks.load(folder, 2, dtype) as model:
         plain = run(engine(model, NoDraftClient()), requests, together=1)
         for method in ("draft_model", "liar"):
@@ -119,7 +119,7 @@ def test_speculation_changes_no_token_of_a_shared_model(ranks: RankProcesses, dt
 
 
 def test_a_draft_of_several_processes_drafts_for_a_target_of_one(ranks: RankProcesses, tmp_path: Path) -> None:
-    folder, requests = save_checkpoint(tmp_path), submissions()
+    folder, requests = save_checkpoint(tmp_path), generation_requests()
     speculation = SpeculativeConfig(method="draft_model", model=str(folder), draft_tensor_parallel_size=2)
     plain = run(engine(llama(torch.float32), NoDraftClient()), requests, together=1)
     with ranks.ready(2) as rendezvous:

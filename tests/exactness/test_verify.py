@@ -1,15 +1,20 @@
-"""The walk, case by case, and what strategies draw with; that they are exact is shown by `test_enumeration`."""
+"""Draws followed down a tree, and what strategies draw with. That they are exact is shown by `test_enumeration`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from paceline.config import SamplingParams, StrategyName
+from paceline.config import STRATEGIES, SamplingParams, StrategyName
+from paceline.core.strategies import BUILDERS
 from paceline.core.tree import ROOT, TokenTree
-from paceline.core.verify import STRATEGIES, walk
+from paceline.core.verify import follow_draws
+
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 @pytest.fixture
@@ -48,19 +53,25 @@ WALKS: dict[str, tuple[Sequence[Sequence[int]], Sequence[int], Sequence[int]]] =
 def test_the_walk_follows_the_draws(
     tree: TokenTree, verified: Sequence[Sequence[int]], draws: Sequence[int], committed: Sequence[int]
 ) -> None:
-    assert walk(tree, [tree.match(path)[-1] for path in verified], draws) == committed
+    assert follow_draws(tree, [tree.match(path)[-1] for path in verified], draws) == committed
 
 
 @pytest.mark.parametrize("draws", [[], [1], [1, 2, 3]])
 def test_the_root_and_each_verified_node_have_one_draw(tree: TokenTree, draws: list[int]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        walk(tree, tree.match([1]), draws)
+        follow_draws(tree, tree.match([1]), draws)
+
+
+def test_every_strategy_has_a_verifier_and_a_line_in_the_architecture() -> None:
+    assert BUILDERS.keys() == STRATEGIES.keys() == set(get_args(StrategyName))
+    ways = ARCHITECTURE.read_text().split("## Ways to verify")[1].split("\n## ")[0]
+    assert STRATEGIES.keys() <= set(re.findall(r"^\| `([a-z-]+)` \|", ways, re.MULTILINE))
 
 
 def test_every_configurable_strategy_keeps_the_request_s_parameters_but_greedy() -> None:
     asked = SamplingParams(temperature=0.7, top_k=5, presence_penalty=0.5, seed=3)
     effective = {name: strategy.effective_params(asked) for name, strategy in STRATEGIES.items()}
     assert effective.pop("greedy") == asked.model_copy(update={"temperature": 0.0})
-    assert effective == dict.fromkeys(set(get_args(StrategyName)) - {"greedy"}, asked)
+    assert effective == dict.fromkeys(STRATEGIES.keys() - {"greedy"}, asked)
     sampled = {name for name, strategy in STRATEGIES.items() if strategy.sampled_drafts}
     assert sampled == {"residual", "logit-comparison"}

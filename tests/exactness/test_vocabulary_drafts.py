@@ -11,8 +11,8 @@ from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.messages import GenerationRequest
 from paceline.drafting import Speculator, build_speculator
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
-from paceline.drafting.vocabulary.intersection_draft import IntersectionDraft
-from paceline.drafting.vocabulary.retokenized_draft import RetokenizedDraft
+from paceline.drafting.vocabulary.intersection_speculator import IntersectionSpeculator
+from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
@@ -24,7 +24,7 @@ from tests.helpers.llamas import VOCABULARY, peaked_llama
 from tests.helpers.vocabularies import TALE, Reciter, byte_level, metaspace, numbered, permuted_llama, save, vocabulary
 
 NUMBERS = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
-KINDS = {"none": DraftModelSpeculator, "intersection": IntersectionDraft, "strings": RetokenizedDraft}
+KINDS = {"none": DraftModelSpeculator, "intersection": IntersectionSpeculator, "strings": RetokenizingSpeculator}
 ENGINE = EngineConfig(slots=2048)
 MAPPINGS = pytest.mark.parametrize("mapping", ["intersection", "strings"])
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -109,8 +109,8 @@ MAPPING = VocabularyMapping.between(OURS, THEIRS)
     "build",
     [
         lambda: DraftModelSpeculator(Reciter(OURS), 3),
-        lambda: IntersectionDraft(Reciter(THEIRS), MAPPING, 3),
-        lambda: RetokenizedDraft(DraftModelSpeculator(Reciter(THEIRS), 3), MAPPING),
+        lambda: IntersectionSpeculator(Reciter(THEIRS), MAPPING, 3),
+        lambda: RetokenizingSpeculator(DraftModelSpeculator(Reciter(THEIRS), 3), MAPPING),
     ],
     ids=KINDS,
 )

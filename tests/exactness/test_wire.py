@@ -30,7 +30,7 @@ from paceline.wire.draft_stream_messages import ConnectDrafts
 from paceline.wire.target_link import TargetLink
 from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_draw_distribution import SIGNIFICANCE
-from tests.exactness.test_strategies_engine import LENGTH, SIZE, distribution_after, submissions, tail
+from tests.exactness.test_strategies_engine import LENGTH, SIZE, distribution_after, generation_requests, tail
 from tests.helpers.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head, target_model, target_network
 from tests.helpers.llamas import peaked_llama
 from tests.helpers.markov import save_markov, save_seeing
@@ -72,9 +72,9 @@ def requests(
 
 
 async def run(
-    link: TargetLink, submissions: Sequence[GenerationRequest]
+    link: TargetLink, generation_requests: Sequence[GenerationRequest]
 ) -> tuple[list[list[int]], list[SpeculationStats]]:
-    results = await asyncio.gather(*(collect(link, each) for each in submissions))
+    results = await asyncio.gather(*(collect(link, each) for each in generation_requests))
     return [tokens for tokens, _ in results], [last.speculation for _, last in results if last.speculation]
 
 
@@ -215,7 +215,7 @@ async def test_residual_has_the_distribution_of_the_target_over_the_wire(keys: d
     async with served(TableModel(SIZE, SLOTS, 512), speculation, draft) as (link, drafts):
         results, stats = [], []
         for start in range(0, 400, 20):
-            some = [replace(each, draft_addresses=drafts) for each in submissions(start + 20)[start:]]
+            some = [replace(each, draft_addresses=drafts) for each in generation_requests(start + 20)[start:]]
             tokens, reports = await run(link, some)
             results += tokens
             stats += reports
@@ -280,16 +280,16 @@ async def same_tokens(link: TargetLink, temperature: float, drafts: Sequence[str
 
 
 async def follow(
-    link: TargetLink, submission: GenerationRequest, process: subprocess.Popen[str]
+    link: TargetLink, generation_request: GenerationRequest, process: subprocess.Popen[str]
 ) -> tuple[list[int], SpeculationStats]:
     """Return tokens and statistics of a request. Kills the process when the first request is a quarter through."""
     tokens: list[int] = []
     stats = SpeculationStats()
-    async with aclosing(link.submit(submission)) as deltas:
+    async with aclosing(link.submit(generation_request)) as deltas:
         async for delta in deltas:
             tokens += delta.tokens
             stats = delta.speculation or stats
-            if len(tokens) >= submission.sampling.max_tokens // 4 and process.poll() is None:
+            if len(tokens) >= generation_request.sampling.max_tokens // 4 and process.poll() is None:
                 process.kill()
                 process.wait()
     return tokens, stats

@@ -24,7 +24,7 @@ from paceline.wire.draft_stream_messages import ConnectDrafts
 from paceline.wire.target_link import TargetLink
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from paceline_lab.fake_models.table_model import TableModel
-from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, linked, submission, target_worker
+from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, generation_request, linked, target_worker
 from tests.helpers.workers import DraftWorker, LinkTraffic, draft_worker, host_and_port, nodes, opening, target, until
 
 DRAFTED = SpeculativeConfig(method="draft_model", model="table")
@@ -56,8 +56,8 @@ class Response:
         """Ids of the drafts that served it, in order."""
         return self.last.speculation.drafts if self.last.speculation else []
 
-    async def run(self, link: TargetLink, submission: GenerationRequest) -> None:
-        async with aclosing(link.submit(submission)) as deltas:
+    async def run(self, link: TargetLink, generation_request: GenerationRequest) -> None:
+        async with aclosing(link.submit(generation_request)) as deltas:
             async for delta in deltas:
                 self.tokens += delta.tokens
                 self.accepted += sum(delta.accepted)
@@ -86,12 +86,14 @@ class Scene:
         addresses = [each.address for each in self.network]
         await until(lambda: set(addresses) <= set(self.target.pool.connected))
         plain = Response()
-        await plain.run(self.link, submission(max_tokens=TOKENS, plain=True))
+        await plain.run(self.link, generation_request(max_tokens=TOKENS, plain=True))
         self.model.pause_s = pause_s
         responses = [Response() for _ in range(count)]
-        submissions = [submission(str(i), max_tokens=TOKENS, draft_addresses=addresses) for i in range(count)]
+        generation_requests = [
+            generation_request(str(i), max_tokens=TOKENS, draft_addresses=addresses) for i in range(count)
+        ]
         async with asyncio.TaskGroup() as tasks:
-            for response, each in zip(responses, submissions, strict=True):
+            for response, each in zip(responses, generation_requests, strict=True):
                 tasks.create_task(response.run(self.link, each))
             yield responses
             self.model.pause_s = 0.0

@@ -11,13 +11,13 @@ import grpc
 import pytest
 
 from paceline.cli.process_tree import process_and_descendants
-from paceline.engine.draft_client import DraftUpdates
+from paceline.engine.draft_client import PollResult
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.draft_codec import MAX_NODES
 from paceline.wire.node_codec import PackedNodes, pack_nodes
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from tests.helpers.service_processes import service_process
-from tests.helpers.targets import collect, link_to, submission
+from tests.helpers.targets import collect, generation_request, link_to
 from tests.helpers.workers import (
     PATIENCE_S,
     VOCABULARY,
@@ -178,13 +178,15 @@ async def test_a_flood_of_large_frames_costs_neither_memory_nor_tokens(size: int
     drafted = '{"method": "draft_model", "model": "table:1000", "row_budget": false}'
     with service_process("target", "--model", "table:1000", "--speculative-config", drafted) as running:
         async with link_to(running.address) as link, lying(flood) as draft:
-            expected, _ = await collect(link, submission("plain", max_tokens=1500, plain=True))
+            expected, _ = await collect(link, generation_request("plain", max_tokens=1500, plain=True))
             before = peaks_mb(running.process.pid)
             number = 0
             async with asyncio.timeout(PATIENCE_S):
                 while flood.frames * size < all_mb * 10**6 or not flood.ended.is_set():
                     number += 1
-                    tokens, _ = await collect(link, submission(str(number), max_tokens=1500, draft_addresses=[draft]))
+                    tokens, _ = await collect(
+                        link, generation_request(str(number), max_tokens=1500, draft_addresses=[draft])
+                    )
                     assert tokens == expected
             grown = [now - then for then, now in zip(before, peaks_mb(running.process.pid), strict=True)]
             assert max(grown) < 150, "a few frames in flight, and decoding them"
@@ -208,7 +210,7 @@ async def test_a_worker_with_nothing_to_draft_is_kept() -> None:
     async with draft_worker() as worker, target(hang_s=0.05) as here:
         await here.open(1, worker.address, max_depth=0)
         await until(lambda: worker.servicer.open_requests == 1)
-        assert await asyncio.to_thread(here.drafting.poll, 0.3) == DraftUpdates()
+        assert await asyncio.to_thread(here.drafting.poll, 0.3) == PollResult()
         assert here.connected == [worker.address]
 
 

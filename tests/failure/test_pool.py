@@ -21,7 +21,7 @@ from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.ranks import free_address
 from tests.helpers.served import PACELINE
-from tests.helpers.targets import collect, link_to, submission
+from tests.helpers.targets import collect, generation_request, link_to
 
 PATIENCE_S = 240.0
 """Ray is slow to start."""
@@ -177,7 +177,7 @@ def first_of(count: int) -> int:
 
 async def tokens_at(address: str) -> list[int]:
     async with link_to(address) as link:
-        tokens, _ = await collect(link, submission(max_tokens=20))
+        tokens, _ = await collect(link, generation_request(max_tokens=20))
     return tokens
 
 

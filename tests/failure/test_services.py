@@ -39,7 +39,7 @@ from paceline_services.target import __main__ as target
 from paceline_services.target import engine_process
 from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head, save_target
 from tests.helpers.service_processes import ServiceProcess, model_process_of, service_process
-from tests.helpers.targets import NEVER_ENDS, collect, link_to, submission
+from tests.helpers.targets import NEVER_ENDS, collect, generation_request, link_to
 from tests.helpers.workers import target as drafting_target
 from tests.helpers.workers import until
 
@@ -190,7 +190,7 @@ async def test_sigterm_lets_a_running_request_finish() -> None:
             assert registered.load["draining"] == 0.0
             assert registered.load["rows_per_s"] > 0.0
             assert (await http.get(health)).status_code == 200
-            deltas = link.submit(submission(max_tokens=2000, draft_addresses=[drafting.address]))
+            deltas = link.submit(generation_request(max_tokens=2000, draft_addresses=[drafting.address]))
             first = await anext(deltas)
             for service in (decoding, drafting):
                 service.process.send_signal(signal.SIGTERM)
@@ -218,7 +218,7 @@ async def test_requests_are_lost_with_the_engine(
     stop = asyncio.Event()
     options = target.parse_options([*TABLE, "--drain-s", "3600"])
     async with served(target.serve(options, stop), caplog) as (service, address), link_to(address) as link:
-        deltas = link.submit(submission(max_tokens=NEVER_ENDS))
+        deltas = link.submit(generation_request(max_tokens=NEVER_ENDS))
         await anext(deltas)
         engine = model_process_of("target")
         os.kill(engine, signal.SIGSTOP)
@@ -246,7 +246,7 @@ async def test_an_engine_that_hangs_ends_its_target() -> None:
         assert os.sched_getaffinity(engine) == {min(before)}
         assert os.sched_getaffinity(running.process.pid) == before
         async with asyncio.timeout(120), link_to(running.address) as link:
-            deltas = link.submit(submission(max_tokens=NEVER_ENDS))
+            deltas = link.submit(generation_request(max_tokens=NEVER_ENDS))
             await anext(deltas)
             os.kill(engine, signal.SIGSTOP)
             with pytest.raises(TargetEngineDied):
@@ -315,10 +315,12 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(
         link_to(target_address) as link,
     ):
         assert await answer_to_a_large_frame(draft_address) is grpc.StatusCode.INVALID_ARGUMENT
-        plain, _ = await collect(link, submission("plain", plain=True, max_tokens=LONG))
-        await collect(link, submission("connects to the draft", draft_addresses=[draft_address]))
+        plain, _ = await collect(link, generation_request("plain", plain=True, max_tokens=LONG))
+        await collect(link, generation_request("connects to the draft", draft_addresses=[draft_address]))
         await until(lambda: f"at {draft_address} is up" in caplog.text)
-        tokens, last = await collect(link, submission("drafted", draft_addresses=[draft_address], max_tokens=LONG))
+        tokens, last = await collect(
+            link, generation_request("drafted", draft_addresses=[draft_address], max_tokens=LONG)
+        )
         assert tokens == plain
         assert last.speculation is not None
         assert len(last.speculation.drafts) == 1, "the draft drops a request with a gap in its hidden states"

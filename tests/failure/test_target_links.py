@@ -10,7 +10,15 @@ import pytest
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.link_errors import TargetLost
-from tests.helpers.targets import NEVER_ENDS, TARGET_SERVICE, collect, link_to, linked, submission, target_worker
+from tests.helpers.targets import (
+    NEVER_ENDS,
+    TARGET_SERVICE,
+    collect,
+    generation_request,
+    link_to,
+    linked,
+    target_worker,
+)
 
 Frame = target_pb2.DeltaFrame
 Delta = target_pb2.DeltaFrame.Delta
@@ -26,8 +34,8 @@ async def loss(stream: AsyncIterator[Any]) -> str:
 
 async def test_every_open_request_raises_when_the_target_is_lost() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
-        await collect(link, submission("ended"))
-        streams = [link.submit(submission(str(i), max_tokens=NEVER_ENDS)) for i in range(3)]
+        await collect(link, generation_request("ended"))
+        streams = [link.submit(generation_request(str(i), max_tokens=NEVER_ENDS)) for i in range(3)]
         for stream in streams:
             await anext(stream)
         await worker.server.stop()
@@ -35,7 +43,7 @@ async def test_every_open_request_raises_when_the_target_is_lost() -> None:
         assert all("lost: " in reason for reason in reasons)
         assert link.lost
         with pytest.raises(TargetLost):
-            await anext(link.submit(submission("late")))
+            await anext(link.submit(generation_request("late")))
 
 
 class Liar(target_pb2_grpc.TargetServiceServicer):
@@ -71,7 +79,7 @@ async def test_a_target_that_breaks_the_contract_is_lost(answer: Delta | None, r
         answer.request_id = "r"
     frame = Frame(deltas=[answer]) if answer is not None else None
     async with serving(Liar(frame)) as address, link_to(address) as link:
-        assert reason in await loss(link.submit(submission()))
+        assert reason in await loss(link.submit(generation_request()))
 
 
 async def test_deltas_of_unknown_requests_are_ignored() -> None:
@@ -83,7 +91,7 @@ async def test_deltas_of_unknown_requests_are_ignored() -> None:
         ]
     )
     async with serving(Liar(frame)) as address, link_to(address) as link:
-        tokens, _ = await collect(link, submission())
+        tokens, _ = await collect(link, generation_request())
         assert tokens == [7]
 
 

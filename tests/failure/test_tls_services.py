@@ -13,7 +13,7 @@ from paceline.wire.link_errors import TargetLost
 from paceline.wire.target_link import TargetLink
 from tests.helpers.certificates import Authority
 from tests.helpers.service_processes import service_process
-from tests.helpers.targets import collect, link_to, submission
+from tests.helpers.targets import collect, generation_request, link_to
 
 LOCKSTEP = '{"method": "draft_model", "model": "table:1000", "draft_schedule": "lockstep"}'
 """Lockstep: a table model does not otherwise wait for its draft, and would finish before the first growth."""
@@ -36,7 +36,9 @@ async def test_a_request_is_drafted_through_mutual_tls(tmp_path: Path) -> None:
                 await TargetLink(target.address, tls).connect()
         async with link_to(target.address, authority.issue(GATEWAY)) as link:
             for number in range(100):
-                _, last = await collect(link, submission(f"{number}", max_tokens=40, draft_addresses=[draft.address]))
+                _, last = await collect(
+                    link, generation_request(f"{number}", max_tokens=40, draft_addresses=[draft.address])
+                )
                 assert last.speculation is not None
                 if last.speculation.accepted_tokens:
                     break

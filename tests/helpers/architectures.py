@@ -178,28 +178,30 @@ def _judged(architecture: str, network: PreTrainedModel) -> Verdict:
         model = build(copy.deepcopy(network), architecture, EngineConfig(slots=1024, max_model_len=LONGEST), "", [])
     except ValueError as error:
         return Verdict(architecture, "refused", str(error))
-    submissions = requests()
+    generation_requests = requests()
     alone: dict[str, list[int]] = {}
-    for request in submissions:
+    for request in generation_requests:
         alone |= _outputs(model, [request], NoDraftClient())
-    oracle = Oracle({tuple(request.prompt): alone[request.request_id] for request in submissions})
+    oracle = Oracle({tuple(request.prompt): alone[request.request_id] for request in generation_requests})
     for way, drafting in (("together", NoDraftClient()), ("with guesses", LocalDraftClient(oracle))):
-        if _outputs(model, submissions, drafting) != alone:
+        if _outputs(model, generation_requests, drafting) != alone:
             return Verdict(architecture, "wrong", f"other tokens {way}")
-    for request in submissions:
+    for request in generation_requests:
         if at := _differs(network, request, alone[request.request_id]):
             why = f"transformers draws another token: request {request.request_id} {at}"
             return Verdict(architecture, "wrong", why)
     return Verdict(architecture, "equal")
 
 
-def _outputs(model: Model, submissions: Sequence[GenerationRequest], drafting: DraftClient) -> dict[str, list[int]]:
+def _outputs(
+    model: Model, generation_requests: Sequence[GenerationRequest], drafting: DraftClient
+) -> dict[str, list[int]]:
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     config = EngineConfig(slots=1024, max_num_batched_rows=24, enable_prefix_caching=False)
     engine = Engine(model, config, speculation, drafting, RowCost([8, 256], [1.0, 1.001]))
-    for request in submissions:
+    for request in generation_requests:
         engine.submit(request)
-    outputs: dict[str, list[int]] = {request.request_id: [] for request in submissions}
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in generation_requests}
     while engine.busy:
         for delta in engine.step():
             if delta.error:

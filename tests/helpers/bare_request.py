@@ -27,9 +27,13 @@ def bare_request(
 ) -> Request:
     """A greedy request without calibration. `limits`: depth and nodes that a step verifies."""
     params = SamplingParams(temperature=0.0, max_tokens=output)
-    submission = GenerationRequest(f"r{key}", list(prompt), params, client=client, group=group, priority=priority)
+    generation_request = GenerationRequest(
+        f"r{key}", list(prompt), params, client=client, group=group, priority=priority
+    )
     history = History(params, prompt, (), CONTEXT)
     tree = TokenTree(len(prompt) - 1, prompt[-1])
-    request = Request(key, submission, history, tree, max_tokens=output, limits=limits, calibrations={}, arrived=0.0)
+    request = Request(
+        key, generation_request, history, tree, max_tokens=output, limits=limits, calibrations={}, arrived=0.0
+    )
     request.draft = draft
     return request

@@ -10,7 +10,7 @@ from paceline.engine.engine import Engine
 
 @dataclass
 class EngineRun:
-    """`outputs`: tokens, log-probabilities and finish reason by request, in the order of submission."""
+    """`outputs`: tokens, log-probabilities and finish reason by request, in the order of arrival."""
 
     outputs: dict[str, Delta] = field(default_factory=dict)
     accepted_by_depth: list[int] = field(default_factory=lambda: [0] * 8)

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +21,8 @@ DENIED = frozenset(
     (
         *("answers", "beside", "blows", "brings", "cacheless", "callers", "credit", "entrance", "follower", "growing"),
         *("guard", "habits", "haste", "hear", "heard", "hearsay", "intake", "lane", "law", "laws", "lend", "lent"),
-        *("meeting", "news", "orders", "outlook", "place", "replies", "room", "said", "say", "stay", "tally", "tell"),
-        *("told", "trial", "whoever", "wish", "witness", "worth"),
+        *("meeting", "news", "orders", "outlook", "place", "replies", "room", "said", "say", "stay", "submission"),
+        *("submissions", "tally", "tell", "told", "trial", "walk", "whoever", "wish", "witness", "worth"),
     )
 )
 """Words of the first build's private language: docs/glossary.md has the field's."""
@@ -75,9 +76,29 @@ def denied_names() -> list[str]:
     found = []
     for path, tree in modules():
         found += [f"{path}: file" for word in words(path.stem) if word in DENIED]
-        given = {(name, line) for name, line in _given_names(tree) if name not in PUBLIC}
+        given = {(name, line) for name, line in given_names(tree) if name not in PUBLIC}
         found += [f"{path}:{line} {name}" for name, line in sorted(given) if DENIED & set(words(name))]
     return found
+
+
+def misplaced_names(table: Iterable[str]) -> Iterator[str]:
+    """Functions and classes that a row of a Markdown table names in code, but which none of the row's files has.
+
+    A row's last cell has files, by the ends of their paths, and functions; or files alone, and the cell before it the
+    functions.
+    """
+    paths = [path for path in files(*PRODUCT) if path.suffix == ".py"]
+    for row in table:
+        *_, functions, last_cell = (re.findall(r"`([^`]+)`", cell) for cell in row.split(" | "))
+        ends = [name for name in last_cell if name.endswith(".py")]
+        named = functions if ends == last_cell else last_cell
+        texts = {end: [(ROOT / path).read_text() for path in paths if f"/{path}".endswith(f"/{end}")] for end in ends}
+        yield from (f"no file {end}" for end, found in texts.items() if not found)
+        code = "\n".join(chain.from_iterable(texts.values()))
+        for name in named:
+            last = name.rpartition(".")[2]
+            if name not in ends and last.isidentifier() and not re.search(rf"(def|class) {last}\b", code):
+                yield f"{name} is not in {', '.join(ends)}"
 
 
 def words(name: str) -> list[str]:
@@ -85,7 +106,7 @@ def words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
 
 
-def _given_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def given_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno

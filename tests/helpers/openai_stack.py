@@ -391,14 +391,15 @@ async def open_stack(
     more_models: Sequence[str] = (),
     folder: str = MODEL,
     context: int = CONTEXT,
+    features: Sequence[str] | None = None,
     tracing: Tracing = NO_TRACING,
     **settings_: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway with one target per script. Without `redis_url` the registry is this process's memory.
 
     `more_models`: names by which the same model is served once more, by targets of its own. `folder`: the model that is
-    served as MODEL. `settings_`: more of `GatewaySettings`. With TLS at the edge, its own clients do not look at the
-    certificate.
+    served as MODEL. `features`: of the targets; None: those of this build. `settings_`: more of `GatewaySettings`. With
+    TLS at the edge, its own clients do not look at the certificate.
     """
     settings = GatewaySettings(
         {MODEL: folder, **dict.fromkeys(more_models, MODEL)},
@@ -411,7 +412,7 @@ async def open_stack(
         tokenizer = TOKENIZER if folder == MODEL else Tokenizer.load(folder)
         vocabulary = {"fingerprint": tokenizer.fingerprint, "vocabulary_size": len(tokenizer.pieces)}
         targets = [
-            await start_target(script, burst, f"target-{index}", context=context, **vocabulary)
+            await start_target(script, burst, f"target-{index}", context=context, features=features, **vocabulary)
             for index, script in enumerate(scripts)
         ]
         for target in targets:

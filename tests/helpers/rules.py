@@ -16,7 +16,7 @@ from paceline.core.growth import DraftDistribution as Weights
 from paceline.core.strategies import residual as rejection
 from paceline.core.strategies.residual import ChainAcceptance, ChainToken
 from paceline.core.tree import ROOT, TokenTree
-from paceline.core.verify import walk
+from paceline.core.verify import follow_draws
 from tests.helpers.chance import Chance, distribution_of
 from tests.helpers.worlds import NOISE_LEVELS, Distribution, Drafter, Scene, Tokens, World, drawn, no_draft
 
@@ -43,7 +43,7 @@ def drafter_changes_output(rule: Rule, world: World, drafter: Drafter) -> bool:
 
 
 Draw = Callable[[Scene, int], int]
-Walk = Callable[[TokenTree, Sequence[int], Sequence[int]], list[int]]
+Follow = Callable[[TokenTree, Sequence[int], Sequence[int]], list[int]]
 
 
 def draw(scene: Scene, node: int) -> int:
@@ -57,7 +57,7 @@ class Coupled:
     """Draw after the root and every verified node, walk, commit."""
 
     draw: Draw = draw
-    walk: Walk = walk
+    follow: Follow = follow_draws
 
     def __call__(self, world: World, drafter: Drafter, chance: Chance) -> Tokens:
         tree, output = TokenTree(0, 0), ()
@@ -66,7 +66,7 @@ class Coupled:
             drafter(scene)
             verified = tree.best(ROWS, min(DEPTH, world.length - len(output) - 1))
             draws = [self.draw(scene, node) for node in (ROOT, *verified)]
-            committed = self.walk(tree, verified, draws)
+            committed = self.follow(tree, verified, draws)
             tree.commit(committed)
             output = (*output, *committed)
         return output[: world.length]

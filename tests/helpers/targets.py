@@ -23,7 +23,7 @@ from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.grpc_server import GrpcServer
-from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline.wire.target_link import TargetLink
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services.target.__main__ import target_description
@@ -82,7 +82,7 @@ async def target_worker(
     model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
     config = EngineConfig(slots=model.slots)
     async with joined() as (connection, pipe):
-        drafting = RemoteDrafting(pipe)
+        drafting = RemoteDraftClient(pipe)
         speculation = speculation or SpeculativeConfig()
         lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
         engine = Engine(model, config, speculation, drafting, FREE, lookups=lookups)
@@ -124,7 +124,7 @@ async def linked(*workers: TargetWorker) -> AsyncIterator[list[TargetLink]]:
         yield [await stack.enter_async_context(link_to(worker.address)) for worker in workers]
 
 
-def submission(
+def generation_request(
     request_id: str = "r", *, max_tokens: int = 20, plain: bool = False, **fields: object
 ) -> GenerationRequest:
     """A request with a repetitive prompt, at temperature 0.8."""
@@ -137,10 +137,10 @@ def submission(
     )
 
 
-async def collect(link: TargetLink, submission: GenerationRequest) -> tuple[list[int], Delta]:
+async def collect(link: TargetLink, generation_request: GenerationRequest) -> tuple[list[int], Delta]:
     """Return all tokens, and the last delta."""
     tokens: list[int] = []
-    async with aclosing(link.submit(submission)) as deltas:
+    async with aclosing(link.submit(generation_request)) as deltas:
         async for delta in deltas:
             tokens += delta.tokens
             last = delta

@@ -18,7 +18,7 @@ from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
 from paceline.drafting.draft_loop import DraftLoop, DraftRounds, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, DraftError, Opening, Speculator
-from paceline.engine.draft_client import DraftUpdates
+from paceline.engine.draft_client import PollResult
 from paceline.ipc.model_process import PipeConnection
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.telemetry.tracing import NO_TRACING, Tracing
@@ -29,7 +29,7 @@ from paceline.wire.draft_pool import DraftPool
 from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame
 from paceline.wire.grpc_server import GrpcServer
-from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline_services.draft.draft_servicer import DraftServicer
 from tests.helpers.pipes import computing, joined
 
@@ -171,9 +171,9 @@ async def draft_worker(
 class Target:
     """The engine's end, driven by the test instead of an engine."""
 
-    drafting: RemoteDrafting
+    drafting: RemoteDraftClient
     pool: DraftPool
-    updates: DraftUpdates = field(default_factory=DraftUpdates)
+    updates: PollResult = field(default_factory=PollResult)
     """Received and not yet returned by `poll`."""
 
     async def reach(self, *addresses: str) -> None:
@@ -200,12 +200,12 @@ class Target:
         self._poll(0.0)
         return self.pool.connected
 
-    async def poll(self, enough: Callable[[DraftUpdates], bool]) -> DraftUpdates:
+    async def poll(self, enough: Callable[[PollResult], bool]) -> PollResult:
         """Poll until the updates since the last call are enough, and return them."""
         async with asyncio.timeout(PATIENCE_S):
             while not enough(self.updates):
                 await asyncio.to_thread(self._poll, 0.05)
-        updates, self.updates = self.updates, DraftUpdates()
+        updates, self.updates = self.updates, PollResult()
         return updates
 
     async def drafted(self, request_id: int, count: int = 3) -> list[int]:
@@ -229,7 +229,7 @@ async def target(
     tls: Certificates | None = None,
 ) -> AsyncIterator[Target]:
     async with joined() as (connection, pipe):
-        drafting = RemoteDrafting(pipe)
+        drafting = RemoteDraftClient(pipe)
         config = DraftLinkConfig(FINGERPRINT, VOCABULARY, progress_timeout_s=hang_s, tls=tls)
         pool = pooled(connection, config, LAYERS, metrics)
         try:
@@ -281,6 +281,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def nodes(updates: DraftUpdates, request_id: int) -> list[int]:
+def nodes(updates: PollResult, request_id: int) -> list[int]:
     """The draft tokens of a request, in order of arrival."""
     return [token for key, growth in updates.growths if key == request_id for token in growth.tokens]

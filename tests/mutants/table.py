@@ -35,6 +35,8 @@ OUTPUT = ("unit/test_output_processor.py", "unit/test_llm.py")
 STOPS = ("unit/test_text_stops.py", "unit/test_output_processor.py")
 ENGINE = ("unit/test_engine.py", "exactness/test_engine.py")
 SCORES = ("exactness/test_prompt_scores.py",)
+ENDS = ("exactness/test_ends_inside_runs.py",)
+API = ("exactness/test_api_combinations.py",)
 POLICY = ("unit/test_step_cost.py", "unit/test_stat_logger.py")
 RESUMING = ("contract/test_resuming.py",)
 GATEWAY = ("contract/test_openai_life.py", "contract/test_openai_routing.py")
@@ -195,7 +197,7 @@ MUTANTS = (
         "paceline/core/sampling.py",
         "seen_V, counts_V = self._token_counts(path)",
         "seen_V, counts_V = self._token_counts(())",
-        SAMPLING,
+        (*SAMPLING, *API),
     ),
     Mutant(
         "min_tokens does not count the guesses on the way",
@@ -203,6 +205,13 @@ MUTANTS = (
         "if self.output_tokens + len(path) < self.params.min_tokens:",
         "if self.output_tokens < self.params.min_tokens:",
         SAMPLING,
+    ),
+    Mutant(
+        "bad words do not see the guesses on the way",
+        "paceline/core/sampling.py",
+        "last = self._recent_with(path)",
+        "last = self._recent_with(())",
+        API,
     ),
     Mutant(
         "a shortlist's noise is that of places, not of tokens",
@@ -649,6 +658,20 @@ MUTANTS = (
         ENGINE,
     ),
     Mutant(
+        "tokens behind the end of a grammar are kept",
+        "paceline/engine/request.py",
+        "return list(tokens[:count]), reason",
+        "return list(tokens), reason",
+        ENDS,
+    ),
+    Mutant(
+        "a whole delta counts as reasoning if its end is",
+        "paceline/output_processor.py",
+        "            delta.reasoning_tokens += self._reasoning\n",
+        "            delta.reasoning_tokens = len(tokens) * self._reasoning\n",
+        ENDS,
+    ),
+    Mutant(
         "a request gets one token more than max_tokens",
         "paceline/engine/request.py",
         "if token in stops or count >= tokens_left:",
@@ -730,7 +753,7 @@ MUTANTS = (
     Mutant(
         "committed tokens are not sent with a replayed request",
         "paceline/wire/target_codec.py",
-        "            committed_token_ids=submission.committed,\n",
+        "            committed_token_ids=request.committed,\n",
         "",
         ("contract/test_frames.py", "exactness/test_wire.py"),
     ),
@@ -780,7 +803,7 @@ MUTANTS = (
     # Resumption: what a client has and what it gets add up to the undisturbed stream.
     Mutant(
         "resumption drops one event too few",
-        "services/gateway/openai/resumption.py",
+        "services/gateway/http/resumption.py",
         "if number > journal.seen:",
         "if number >= journal.seen:",
         RESUMING,
@@ -850,7 +873,7 @@ MUTANTS = (
     ),
     Mutant(
         "a client resumes any client's stream",
-        "services/gateway/openai/resumption.py",
+        "services/gateway/http/resumption.py",
         "client = client_of(request).name\n",
         'client = ""\n',
         RESUMING,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from paceline import family
 from paceline.cli import main
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.messages import FinishReason, SpeculationStats, Timings
+from paceline.grammar import grammar_from_schema
 from paceline.launcher import StartError
 from paceline.llm import Completion
 from paceline.text import Tokenizer
@@ -28,7 +30,7 @@ from paceline_lab.bench.bench_measurement import PLAIN
 from paceline_lab.bench.method_comparison import LIMITS, MAX_TOKENS, REPETITIONS, ComparedMethod, measure, methods, row
 from paceline_lab.bench.step_profile import PARTS, HardwareFloor, ProfileCase, Stopwatch, blocks, read
 from paceline_lab.bench.svg_chart import BAR, COLOURS, LABELS, NOTES, TEXT, WIDTH, Bar, BarPart, Panel, draw_chart
-from paceline_lab.bench.workloads import Workload, repetitive_workloads, workloads
+from paceline_lab.bench.workloads import Workload, extraction_schema, repetitive_workloads, workloads
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation.scaling_model import FULL, Costs, CpuPerToken, OutOfReachError, process_counts
 from paceline_lab.training.family.edit_chats import edits
@@ -172,6 +174,20 @@ def test_other_tokens_fail_the_benchmark(llms: dict[str, Any]) -> None:
     assert [each["identical"] for each in json.loads(output[-1])["rows"]] == [True, False, *[True] * 6]
     [line] = [line for line in output if "DIFFERS" in line]
     assert line.replace("│", " ").split()[-2:] == ["2", "DIFFERS"], "tokens per second, and no speed-up"
+
+
+def test_a_schema_binds_every_output_of_json_extraction(llms: dict[str, Any]) -> None:
+    """Plain decoding's, too; and each right answer keeps to the schema."""
+    code, output = bench("grammar", "suffix")
+    assert code == 0
+    assert [(each["workload"], each["method"]) for each in json.loads(output[-1])["rows"]] == [
+        ("JSON extraction", "suffix")
+    ] * 2
+    assert {sampling.grammar for _, sampling, _ in llms["suffix"].requests} == {
+        grammar_from_schema(extraction_schema())
+    }
+    for chat in extractions(20, seed=1):
+        Draft202012Validator(extraction_schema()).validate(json.loads(chat[1]["content"]))
 
 
 def test_only_named_methods_are_measured(llms: dict[str, Any]) -> None:

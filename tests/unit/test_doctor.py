@@ -29,7 +29,6 @@ from paceline.doctor.advice import advice, pays_up_to
 from paceline.doctor.candidates import CandidateMethod, candidates, combined_candidate, named
 from paceline.doctor.causes import causes
 from paceline.doctor.diagnosis import DiagnosedMethod, RejectedMethod, config_json, examined
-from paceline.doctor.draft_memory import MemoryNeed, available, cache_positions
 from paceline.doctor.measurement import (
     MeasurementSettings,
     PairedRun,
@@ -42,6 +41,7 @@ from paceline.doctor.measurement import (
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import PromptsError, encoded, lack_chat_template, read
 from paceline.doctor.speed_forecast import batch_seconds, forecast_tokens_per_s
+from paceline.drafting.memory_plan import MemoryNeed, available, cache_positions
 from paceline.llm import LLM
 from paceline.text import Tokenizer
 from tests.helpers.checkpoints import save_checkpoint

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core.sampling import History, SamplingRow, draw
-from paceline.drafting.cached_draft import PREFILL_ROWS
+from paceline.drafting.cached_speculator import PREFILL_ROWS
 from paceline.drafting.speculator import Limit, Opening
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.drafting_formulas import DEPTH, Drafting, children_of, prompt_of

@@ -11,9 +11,9 @@ from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.draft_loop import (
     DraftLoop,
     DraftRounds,
-    DraftUpdate,
     LinkClosed,
     LinkEvents,
+    LinkUpdate,
     RequestClosed,
     RequestEvent,
 )
@@ -31,13 +31,13 @@ class LinkEnd:
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self.rounds: list[DraftRounds] = []
-        self.updates: dict[int, list[DraftUpdate]] = {}
+        self.updates: dict[int, list[LinkUpdate]] = {}
         pipe.on(DraftRounds, self._take)
 
     def send(self, link: int, *events: RequestEvent) -> None:
         self._pipe.send(LinkEvents(link, events))
 
-    def next(self, link: int) -> DraftUpdate:
+    def next(self, link: int) -> LinkUpdate:
         while not self.updates.get(link):
             count = len(self.rounds)
             self._pipe.receive(WAIT_S)

@@ -17,7 +17,7 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.core.growth import Growth
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.tree import ROOT
-from paceline.drafting.cached_draft import PREFILL_ROWS, round_robin
+from paceline.drafting.cached_speculator import PREFILL_ROWS, round_robin
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, DraftError, Opening
 from paceline.engine.draft_client import LocalDraftClient

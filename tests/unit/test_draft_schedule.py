@@ -12,7 +12,7 @@ from paceline.core.growth import Growth
 from paceline.core.policy.inline_round_policy import InlineRoundPolicy
 from paceline.core.policy.step_cost import RowCost, StepCost
 from paceline.core.policy.wait_policy import WaitPolicy
-from paceline.engine.draft_client import DraftUpdates, NoDraftClient
+from paceline.engine.draft_client import NoDraftClient, PollResult
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import LockstepSchedule, ReceiveUpdates, make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
@@ -201,15 +201,15 @@ class Polled(NoDraftClient):
     def __init__(self, *, concurrent: bool, more: bool = True) -> None:
         self.concurrent, self.more, self.polls = concurrent, more, 0
 
-    def poll(self, timeout_s: float) -> DraftUpdates:
+    def poll(self, timeout_s: float) -> PollResult:
         self.polls += 1
-        return DraftUpdates([(1, Growth(2, self.polls, [self.polls - 1], [5], [-0.1]))], may_continue=self.more)
+        return PollResult([(1, Growth(2, self.polls, [self.polls - 1], [5], [-0.1]))], may_continue=self.more)
 
 
 class FixedRounds:
     """Waits for a fixed number of rounds."""
 
-    depth_factor, min_path_probability = 1, 0.0
+    depth_factor, least_path_probability = 1, 0.0
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds

@@ -18,7 +18,7 @@ from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import RowCost, StepCost
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
-from paceline.engine.draft_client import DraftClient, DraftUpdates, LocalDraftClient, NoDraftClient
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient, PollResult
 from paceline.engine.draft_gate import DraftGate
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.engine import NOT_FINITE_ERROR, Engine
@@ -41,7 +41,7 @@ class Script(NoDraftClient):
     def __init__(self, *names: str) -> None:
         """`names`: of the drafts that it finds for requests, in turn; the last one from then on."""
         self.messages: list[Any] = []
-        self.next = DraftUpdates()
+        self.next = PollResult()
         self._names = names or ("somebody",)
 
     def of(self, kind: type[Message]) -> list[Message]:
@@ -66,8 +66,8 @@ class Script(NoDraftClient):
     def flush(self) -> None:
         self.messages.append("flush")
 
-    def poll(self, timeout_s: float) -> DraftUpdates:
-        updates, self.next = self.next, DraftUpdates()
+    def poll(self, timeout_s: float) -> PollResult:
+        updates, self.next = self.next, PollResult()
         return updates
 
 
@@ -140,7 +140,9 @@ def local(disagreement: float = 0.2, width: int = 2, slots: int = SLOTS) -> Loca
     return LocalDraftClient(DraftModelSpeculator(table(disagreement, slots), width))
 
 
-def submission(request_id: str = "a", prompt: int = 5, output: int = 10, **sampling: object) -> GenerationRequest:
+def generation_request(
+    request_id: str = "a", prompt: int = 5, output: int = 10, **sampling: object
+) -> GenerationRequest:
     params = SamplingParams.model_validate({"temperature": 0.0, "max_tokens": output} | sampling)
     tokens = [(ord(request_id[0]) + 7 * i) % VOCABULARY for i in range(prompt)]
     return GenerationRequest(request_id, tokens, params, SpeculativeOptions(report=True))
@@ -148,13 +150,15 @@ def submission(request_id: str = "a", prompt: int = 5, output: int = 10, **sampl
 
 def answer(output: int = LONG) -> list[int]:
     """The tokens of the request "a"."""
-    return served(engine(NoDraftClient()), submission(output=output))["a"].tokens
+    return served(engine(NoDraftClient()), generation_request(output=output))["a"].tokens
 
 
-def served(target: Engine, *submissions: GenerationRequest, steps: list[StepStats] | None = None) -> dict[str, Delta]:
-    """Serve the submissions; the merged deltas of each. Statistics of every step are appended to `steps`."""
-    results = {s.request_id: Delta(s.request_id) for s in submissions}
-    for each in submissions:
+def served(
+    target: Engine, *generation_requests: GenerationRequest, steps: list[StepStats] | None = None
+) -> dict[str, Delta]:
+    """Serve the requests; the merged deltas of each. Statistics of every step are appended to `steps`."""
+    results = {s.request_id: Delta(s.request_id) for s in generation_requests}
+    for each in generation_requests:
         target.submit(each)
     while target.busy:
         for delta in target.step():
@@ -171,7 +175,7 @@ def test_a_tree_has_what_its_step_verified(method: str) -> None:
     speculation = {"method": ["ngram", "draft_model"], "model": "table:64"}
     drafts = (local(), []) if method == "draft_model" else (Script(), [Guesser(width=2, hit=lambda done: done % 3 > 0)])
     target = engine(drafts[0], lookups=drafts[1], speculation=speculation)
-    target.submit(replace(submission(output=LONG), return_tree=True))
+    target.submit(replace(generation_request(output=LONG), return_tree=True))
     nodes, deltas = [], []
     while target.busy:
         deltas += target.step()
@@ -195,7 +199,7 @@ def test_a_tree_has_what_its_step_verified(method: str) -> None:
 
 
 def test_trees_are_made_on_request_alone() -> None:
-    assert served(engine(local()), submission())["a"].trees == []
+    assert served(engine(local()), generation_request())["a"].trees == []
 
 
 class TestStepStats:
@@ -203,7 +207,7 @@ class TestStepStats:
         """Prompt tokens count once, even if preemption recomputes them. Each token is accepted or a bonus."""
         steps: list[StepStats] = []
         target = engine(local(), max_num_batched_rows=64)
-        results = served(target, *(submission(name, 70, output=60) for name in "abcde"), steps=steps)
+        results = served(target, *(generation_request(name, 70, output=60) for name in "abcde"), steps=steps)
         assert sum(s.preemptions for s in steps) > 0
         assert sum(s.prompt_tokens for s in steps) == 5 * 70
         assert sum(s.generation_tokens for s in steps) == sum(len(a.tokens) for a in results.values()) == 5 * 60
@@ -222,7 +226,7 @@ class TestStepStats:
     def test_a_deltas_statistics_are_independent(self) -> None:
         """The engine continues to count without changing them."""
         target = engine(local())
-        target.submit(submission())
+        target.submit(generation_request())
         [first] = target.step()
         assert first.speculation is not None
         before = deepcopy(first.speculation)
@@ -235,7 +239,7 @@ class TestStepStats:
     def test_nodes_beyond_a_stop_token_are_not_accepted(self, index: int) -> None:
         """The stop token is an accepted node in the middle of a path."""
         whole = answer()
-        result = served(engine(local(0.0, 1)), submission(output=50, stop_token_ids=[whole[index]]))["a"]
+        result = served(engine(local(0.0, 1)), generation_request(output=50, stop_token_ids=[whole[index]]))["a"]
         assert result.tokens == whole[: whole.index(whole[index]) + 1]
         assert result.stop_token == whole[index]
         assert result.speculation is not None
@@ -244,9 +248,9 @@ class TestStepStats:
     def test_a_computed_prompt_is_shared_before_its_request_ends(self) -> None:
         """Choices of one HTTP request have the same prompt. Cached tokens are not computed."""
         target = engine(NoDraftClient())
-        target.submit(submission("first", 40, output=50))
+        target.submit(generation_request("first", 40, output=50))
         target.step()
-        target.submit(submission("fellow", 40, output=1))
+        target.submit(generation_request("fellow", 40, output=1))
         [ended] = [delta for delta in target.step() if delta.request_id == "fellow"]
         assert target.load.running == 1, "the first is still running"
         assert ended.usage is not None
@@ -257,7 +261,7 @@ class TestStepStats:
 class TestNotFinite:
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_it_ends_only_its_own_request(self, value: float) -> None:
-        requests = [submission(name, 20, output=12, temperature=0.5) for name in "abc"]
+        requests = [generation_request(name, 20, output=12, temperature=0.5) for name in "abc"]
         plain = served(engine(NoDraftClient()), *requests)
         bad = next(token for token in plain["b"].tokens[3:] if token not in plain["a"].tokens + plain["c"].tokens)
         results = served(engine(NoDraftClient(), model=Watched(bad=[bad], value=value)), *requests)
@@ -269,7 +273,7 @@ class TestNotFinite:
             assert results[name].finish_reason is FinishReason.LENGTH
 
     def test_its_blocks_are_not_cached(self) -> None:
-        request = submission(prompt=40)
+        request = generation_request(prompt=40)
         target = engine(NoDraftClient(), model=Watched(bad=request.prompt[-1:]))
         served(target, request)
         usage = served(target, request)["a"].usage
@@ -278,14 +282,14 @@ class TestNotFinite:
 
     def test_a_rejected_node_with_such_logits_changes_nothing(self) -> None:
         script = Guesser(width=2, hit=lambda _: True)
-        bad = set(range(VOCABULARY)) - {*script.expected, *submission().prompt}
+        bad = set(range(VOCABULARY)) - {*script.expected, *generation_request().prompt}
         assert any((token + 1) % VOCABULARY in bad for token in script.expected[1:]), "the second node's token"
         target = engine(script, model=Watched(bad=bad), speculation={"row_budget": False})
-        assert served(target, submission(output=LONG))["a"].tokens == script.expected
+        assert served(target, generation_request(output=LONG))["a"].tokens == script.expected
 
     def test_minus_infinity_is_allowed(self) -> None:
         never = Watched(bad=range(VOCABULARY), value=-math.inf)
-        assert served(engine(NoDraftClient(), model=never), submission())["a"].tokens == answer(10)
+        assert served(engine(NoDraftClient(), model=never), generation_request())["a"].tokens == answer(10)
 
 
 class TestHiddenStates:
@@ -296,20 +300,20 @@ class TestHiddenStates:
         own = Script()
         own.hidden_state_layers = before
         target = engine(own)
-        served(target, submission("a", 40))  # leaves its prompt in the cache
-        target.submit(submission("b", 40, output=30))
+        served(target, generation_request("a", 40))  # leaves its prompt in the cache
+        target.submit(generation_request("b", 40, output=30))
         tokens = {"a": list[int](), "b": [token for _ in range(5) for delta in target.step() for token in delta.tokens]}
         assert len(tokens["b"]) == 5, "it runs"
         own.hidden_state_layers = (0, 3)
-        own.next = DraftUpdates(lost=[2])  # its draft reads other layers
+        own.next = PollResult(lost=[2])  # its draft reads other layers
         own.messages.clear()
-        target.submit(submission("a", 40))
+        target.submit(generation_request("a", 40))
         while target.busy:
             for delta in target.step():
                 tokens[delta.request_id] += delta.tokens
             target.check_integrity()
         for key, name, output in ((2, "b", 30), (3, "a", 10)):
-            asked, fed = submission(name, 40, output), dict[int, list[list[float]]]()
+            asked, fed = generation_request(name, 40, output), dict[int, list[list[float]]]()
             assert tokens[name] == served(engine(NoDraftClient()), asked)[name].tokens
             for message in (*own.of(Context), *own.of(Commit)):
                 if message.request_id == key and message.hidden_states is not None:
@@ -321,9 +325,9 @@ class TestHiddenStates:
         own = Script()
         own.hidden_state_layers = (0, 3)
         target = engine(own)
-        served(target, submission(prompt=40))
+        served(target, generation_request(prompt=40))
         own.hidden_state_layers = [0, 3]
-        usage = served(target, submission(prompt=40))["a"].usage
+        usage = served(target, generation_request(prompt=40))["a"].usage
         assert usage is not None
         assert usage.cached_tokens == 32
 
@@ -333,8 +337,8 @@ class TestDrafts:
         """And none for a request that waits."""
         script, before = Script(), list[list[Any]]()
         target = engine(script, model=Watched(lambda _: before.append(script.messages.copy())), max_num_seqs=1)
-        target.submit(submission("a"))
-        target.submit(submission("b"))
+        target.submit(generation_request("a"))
+        target.submit(generation_request("b"))
         target.step()
         assert before == [[*script.of(Opening), "flush"]]
         assert [opening.request_id for opening in script.of(Opening)] == [1]
@@ -342,9 +346,9 @@ class TestDrafts:
     def test_a_lost_draft_is_replaced_at_once(self) -> None:
         script = Script("first", "second")
         target = engine(script)
-        target.submit(submission())
+        target.submit(generation_request())
         target.step()
-        script.next = DraftUpdates(lost=[1])
+        script.next = PollResult(lost=[1])
         target.step()
         target.cancel("a")
         [delta] = target.step()
@@ -356,15 +360,15 @@ class TestDrafts:
         """Of an unknown request, or outside the vocabulary: a draft may be padded to more ids than its target."""
         script = Script()
         target = engine(script)
-        target.submit(submission())
+        target.submit(generation_request())
         target.step()
-        script.next = DraftUpdates([(request_id, Growth(5, 1, [0, 0], [3, token], [-0.1, -0.1]))], lost=[98])
+        script.next = PollResult([(request_id, Growth(5, 1, [0, 0], [3, token], [-0.1, -0.1]))], lost=[98])
         target.step()
         assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (2, 0)
 
     def test_a_draft_short_of_slots_changes_no_token(self) -> None:
         """The draft refuses, drops and reopens requests as its slots allow."""
-        requests = [submission(name, 20, output=40) for name in "abcd"]
+        requests = [generation_request(name, 20, output=40) for name in "abcd"]
         results = served(engine(local(slots=60)), *requests)
         plain = served(engine(NoDraftClient()), *requests)
         assert {k: a.tokens for k, a in results.items()} == {k: a.tokens for k, a in plain.items()}
@@ -406,7 +410,7 @@ class TestCalibration:
 
     def test_a_node_is_observed_in_the_cell_of_its_arrival(self) -> None:
         """A node may be verified long after its arrival, at a smaller depth."""
-        requests = [submission(name, 9, output=100) for name in "abc"]
+        requests = [generation_request(name, 9, output=100) for name in "abc"]
         [own], samples = self.recorded(engine(local(0.1)), *requests)
         assert own.learned <= own.asked, "each once, at its arrival"
         assert own.learned == samples, "the same samples are in the statistics"
@@ -418,7 +422,7 @@ class TestCalibration:
         """Also a draft whose log-probability does not count. The statistics have only the own draft's."""
         drafts = [Guesser(width=2, claim=0.94, hit=lambda done: done % 3 > 0) for _ in range(2)]
         target = engine(drafts[OWN_DRAFT_SOURCE], lookups=drafts[1:])
-        [own, other], samples = self.recorded(target, submission(output=LONG))
+        [own, other], samples = self.recorded(target, generation_request(output=LONG))
         assert own.learned
         assert (own.learned, own.drafted, own.accepted) == (other.learned, other.drafted, other.accepted)
         assert own.learned == samples
@@ -428,7 +432,7 @@ class TestCalibration:
         """One of the draft's two nodes gets a row. Both are observed only if tokens do not depend on the draft."""
         speculation = {"max_tree_nodes": 1, "rejection_sampling_strategy": strategy}
         steps: list[StepStats] = []
-        served(engine(Guesser(width=2), speculation=speculation), submission(output=LONG), steps=steps)
+        served(engine(Guesser(width=2), speculation=speculation), generation_request(output=LONG), steps=steps)
         assert set(Counter(len(step.calibration_samples) for step in steps)) == {0, each}
         assert not any(hit for step in steps for _, hit in step.calibration_samples)
 
@@ -454,7 +458,7 @@ class TestCosts:
         now, steps = [0.0], list[StepStats]()
 
         class Slow(LocalDraftClient):
-            def poll(self, timeout_s: float) -> DraftUpdates:
+            def poll(self, timeout_s: float) -> PollResult:
                 now[0] += 7.0
                 return super().poll(timeout_s)
 
@@ -462,7 +466,11 @@ class TestCosts:
             now[0] += 0.25
 
         draft = Slow(DraftModelSpeculator(table(0.1), 2))
-        served(engine(draft, model=Watched(tick), clock=lambda: now[0]), submission(prompt=9, output=40), steps=steps)
+        served(
+            engine(draft, model=Watched(tick), clock=lambda: now[0]),
+            generation_request(prompt=9, output=40),
+            steps=steps,
+        )
         decoding = [step for step in steps if step.rows and not step.prompt_tokens]
         assert [each for each in observed if each[0] != "plain"] == [
             (step.rows, 0.25, step.rows - 1) for step in decoding
@@ -473,7 +481,7 @@ class TestCosts:
     def test_plain_steps_are_observed_with_or_without_draft(
         self, observed: list[tuple[object, ...]], drafting: NoDraftClient
     ) -> None:
-        served(engine(drafting), submission())
+        served(engine(drafting), generation_request())
         assert {each[1] for each in observed if each[0] == "plain"} == {isinstance(drafting, Script)}
 
     @pytest.mark.parametrize("late", [False, True])
@@ -483,7 +491,7 @@ class TestCosts:
         class ConcurrentDraft(LocalDraftClient):
             concurrent = True
 
-            def poll(self, timeout_s: float) -> DraftUpdates:
+            def poll(self, timeout_s: float) -> PollResult:
                 now[0] += 20.0 if late else 0.0
                 return super().poll(timeout_s)
 
@@ -496,7 +504,7 @@ class TestCosts:
 
         draft = ConcurrentDraft(DraftModelSpeculator(table(), 1))
         target = engine(draft, model=Watched(tick), clock=lambda: now[0], speculation={"num_speculative_tokens": 2})
-        result = served(target, submission(output=60))["a"]
+        result = served(target, generation_request(output=60))["a"]
         assert result.speculation is not None
         assert result.speculation.accepted_tokens > 0
         assert any(paused) is late
@@ -507,14 +515,14 @@ class TestCosts:
         speculation = {"num_speculative_tokens": 8, "row_budget": budgeted, "draft_schedule": "lockstep"}
         steps: list[StepStats] = []
         steep = RowCost([8, 16], [1.0, 100.0])
-        served(engine(local(0.0, 1), cost=steep, speculation=speculation), submission(output=60), steps=steps)
+        served(engine(local(0.0, 1), cost=steep, speculation=speculation), generation_request(output=60), steps=steps)
         assert max(step.rows for step in steps[1:]) == most
 
 
 class TestDraftGate:
     def test_a_useless_draft_is_paused_and_probed(self) -> None:
         script, steps = Guesser(), list[StepStats]()
-        result = served(engine(script), submission(output=LONG), steps=steps)["a"]
+        result = served(engine(script), generation_request(output=LONG), steps=steps)["a"]
         assert result.tokens == script.expected
         limits = [limit.max_nodes for limit in script.of(Limit)[:3]]
         assert limits == [0, script.of(Opening)[0].max_nodes, 0]
@@ -525,19 +533,19 @@ class TestDraftGate:
         script = Guesser()
         target = engine(script)
         for _ in range(8):
-            served(target, submission(output=LONG))
+            served(target, generation_request(output=LONG))
         script.messages.clear()
-        target.submit(submission(output=LONG))
+        target.submit(generation_request(output=LONG))
         target.step()
         assert [limit.max_nodes for limit in script.of(Limit)] == [0]
 
     def test_a_paused_request_is_unpaused_at_another_draft(self) -> None:
         script = Guesser("useless", "other")
         target = engine(script)
-        target.submit(submission(output=LONG))
+        target.submit(generation_request(output=LONG))
         while not script.of(Limit):
             target.step()
-        script.next = DraftUpdates(lost=[1])
+        script.next = PollResult(lost=[1])
         target.step()
         first, second = script.of(Opening)
         assert second.max_nodes == first.max_nodes > 0
@@ -552,7 +560,7 @@ class TestDraftGate:
         script = Guesser(width=8)
         target = engine(script, max_num_batched_rows=8, speculation=speculation)
         for name in "ab":
-            served(target, submission(name, output=LONG))
+            served(target, generation_request(name, output=LONG))
         assert any(limit.max_nodes == 0 for limit in script.of(Limit)) is gated
         assert any(limit.least_path_probability > 0 for limit in script.of(Limit)) is gated
         assert (script.of(Opening)[1].least_path_probability > 0) is gated
@@ -563,7 +571,7 @@ class TestEnds:
         script = Script()
         target = engine(script, max_num_batched_rows=16)
         for name, prompt in (("a", 5), ("b", 40), ("c", 40)):
-            target.submit(submission(name, prompt))
+            target.submit(generation_request(name, prompt))
         target.step()
         target.step()
         for name in ("c", "a", "unknown", "b", "a"):
@@ -586,7 +594,7 @@ class TestEnds:
         """The request's own draft and lookup drafts get the same messages. The last ones are flushed together."""
         own, lookup = Script(), Script()
         own.hidden_state_layers = (0, 3)
-        result = served(engine(own, lookups=[lookup]), submission(output=output))["a"]
+        result = served(engine(own, lookups=[lookup]), generation_request(output=output))["a"]
         for each in (own, lookup):
             commits = each.of(Commit)
             assert [token for commit in commits for token in commit.tokens] == result.tokens
@@ -595,7 +603,7 @@ class TestEnds:
         assert own.messages[-3:] == [own.of(Commit)[-1], "close 1", "flush"]
         last = own.of(Commit)[-1].hidden_states
         assert last is not None, "read before the slots are freed; the last token itself has none"
-        assert last[:, 0].tolist() == [[[*submission().prompt, *result.tokens][3 + output], 3 + output]]
+        assert last[:, 0].tolist() == [[[*generation_request().prompt, *result.tokens][3 + output], 3 + output]]
 
     def test_an_engine_can_be_used_after_reset(self) -> None:
         def fail_once(number: int) -> None:
@@ -604,12 +612,12 @@ class TestEnds:
 
         target = engine(local(), model=Watched(fail_once))
         with pytest.raises(RuntimeError, match="the device is gone"):
-            served(target, submission("a", 30), submission("b", 30))
+            served(target, generation_request("a", 30), generation_request("b", 30))
         target.reset()
         target.check_integrity()
         assert not target.busy
-        result = served(target, submission("a", 30))["a"]
-        assert result.tokens == served(engine(NoDraftClient()), submission("a", 30))["a"].tokens
+        result = served(target, generation_request("a", 30))["a"]
+        assert result.tokens == served(engine(NoDraftClient()), generation_request("a", 30))["a"].tokens
         assert result.speculation is not None
         assert result.speculation.accepted_tokens > 0
 
@@ -620,7 +628,7 @@ class TestEnds:
         longest = model_facts(target, SpeculativeConfig()).max_model_len
         assert longest == min(slots, 2 * SLOTS)
         for prompt in (1, longest - 1):
-            result = served(target, submission(prompt=prompt, output=longest - prompt))["a"]
+            result = served(target, generation_request(prompt=prompt, output=longest - prompt))["a"]
             assert (len(result.tokens), result.error) == (longest - prompt, "")
 
     def test_the_phases_of_requests_are_timed(self) -> None:
@@ -632,16 +640,16 @@ class TestEnds:
 
         limits = {"max_num_seqs": 1, "max_num_batched_rows": 8}
         target = engine(NoDraftClient(), model=Watched(tick), clock=lambda: now[0], **limits)
-        results = served(target, submission("a", 20, output=4), submission("b", 5, output=1))
+        results = served(target, generation_request("a", 20, output=4), generation_request("b", 5, output=1))
         assert results["a"].timings == Timings(queue_s=0.0, compute_s=6.0, total_s=6.0, prefill_s=3.0)
         assert results["b"].timings == Timings(queue_s=6.0, compute_s=1.0, total_s=7.0, prefill_s=1.0)
         assert [results[name].timings.decode_s for name in "ab"] == [3.0, 0.0]
 
     def test_a_request_id_may_be_reused_after_the_end(self) -> None:
         target = engine(NoDraftClient())
-        assert served(target, submission())["a"].tokens == served(target, submission())["a"].tokens
-        target.submit(submission())
-        target.submit(submission())
+        assert served(target, generation_request())["a"].tokens == served(target, generation_request())["a"].tokens
+        target.submit(generation_request())
+        target.submit(generation_request())
         [refused, *_] = target.step()
         assert refused.finish_reason is FinishReason.ERROR
         assert "'a' is in use" in refused.error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.messages import GenerationRequest, SpeculationStats
-from paceline.engine.draft_client import DraftUpdates, NoDraftClient
+from paceline.engine.draft_client import NoDraftClient, PollResult
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
@@ -26,11 +26,11 @@ class ReadsPipe(NoDraftClient):
         self.pipe = pipe
         self.polls = 0
 
-    def poll(self, timeout_s: float) -> DraftUpdates:
+    def poll(self, timeout_s: float) -> PollResult:
         self.polls += 1
         if self.polls == 1:
             self.pipe.receive(PATIENCE_S)
-        return DraftUpdates()
+        return PollResult()
 
 
 async def test_a_request_during_the_last_step_of_another_is_served() -> None:

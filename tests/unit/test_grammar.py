@@ -25,7 +25,7 @@ from paceline.grammar import (
 from paceline.grammar.grammar_checker import complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
 from paceline.text import Tokenizer
-from paceline_services.gateway.structured_output import StructuredOutputs, compile_grammar_text
+from paceline_services.gateway.structured.structured_output import StructuredOutputs, compile_grammar_text
 from tests.helpers.grammars import (
     AMBIGUOUS,
     CALL,

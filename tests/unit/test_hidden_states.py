@@ -277,7 +277,7 @@ class Recorder(Speculator):
         self._known[key] += states.unbind(0)
 
 
-def submission(name: str, prompt: int, output: int, **options: Any) -> GenerationRequest:
+def generation_request(name: str, prompt: int, output: int, **options: Any) -> GenerationRequest:
     tokens = [(7 * i * i + 3 * i) % VOCABULARY for i in range(prompt)]
     return GenerationRequest(name, tokens, SamplingParams(temperature=0.0, max_tokens=output), **options)
 
@@ -331,10 +331,10 @@ class TestEngine:
     @pytest.mark.parametrize(
         ("requests", "settings"),
         [
-            ([submission("r", 100, 20)], {"max_num_batched_rows": 16}),
-            ([submission(name, 40 + 9 * i, 20) for i, name in enumerate("abcde")], {}),
+            ([generation_request("r", 100, 20)], {"max_num_batched_rows": 16}),
+            ([generation_request(name, 40 + 9 * i, 20) for i, name in enumerate("abcde")], {}),
             # A target died, and this one goes on.
-            ([submission("r", 40, 30, committed=[5, 9, 33, 2] * 4)], {}),
+            ([generation_request("r", 40, 30, committed=[5, 9, 33, 2] * 4)], {}),
         ],
         ids=["prefill in chunks", "prefill of other requests", "tokens committed elsewhere"],
     )
@@ -346,22 +346,22 @@ class TestEngine:
         """States of cached positions are sent, too; many of them over several steps."""
         served = Served()
         target = engine(model, served.recorder)
-        served.run(target, submission("first", 100, 4))
+        served.run(target, generation_request("first", 100, 4))
         monkeypatch.setattr("paceline.engine.engine.MAX_HIDDEN_STATES_SENT", limit)
-        served.run(target, submission("second", 100, 30))
+        served.run(target, generation_request("second", 100, 30))
         assert served.engine.cached >= 64
         served.check(model)
 
     def test_after_preemption(self, model: Model) -> None:
         small = target_model(slots=256)
-        served = serve(small, *(submission(name, 60, 60) for name in "abc"))
+        served = serve(small, *(generation_request(name, 60, 60) for name in "abc"))
         assert served.engine.preemptions > 0
         served.check(model)
 
     @pytest.mark.parametrize("losses", [[1], [3], [9], [2, 3], [4, 8, 12]])
     @pytest.mark.parametrize("rows", [16, 256])
     def test_after_a_move_to_another_draft(self, losses: list[int], rows: int, model: Model) -> None:
-        requests = [submission("r", 100, 40), submission("s", 30, 40)]
+        requests = [generation_request("r", 100, 40), generation_request("s", 30, 40)]
         served = serve(model, *requests, losses=losses, max_num_batched_rows=rows)
         assert len(served.recorder.openings) == len(requests) + len(losses)
         served.check(model)
@@ -371,7 +371,7 @@ class TestEngine:
         monkeypatch.setattr(DraftGate, "PAUSE_LOCAL_BELOW", DraftGate.PAUSE_BELOW)  # it costs next to nothing here
         recorder = Useless()
         target = engine(model, recorder, gated=True)
-        target.submit(submission("r", 40, 200))
+        target.submit(generation_request("r", 40, 200))
         sent = []
         while target.busy:
             target.step()

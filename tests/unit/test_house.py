@@ -7,6 +7,8 @@ import pytest
 
 from tests.helpers import house
 
+ARCHITECTURE = house.ROOT / "docs" / "architecture.md"
+
 
 def test_no_file_name_and_no_public_class_name_stands_twice() -> None:
     assert house.repeated_file_names() == {}
@@ -15,6 +17,17 @@ def test_no_file_name_and_no_public_class_name_stands_twice() -> None:
 
 def test_names_use_the_words_of_the_glossary() -> None:
     assert house.denied_names() == []
+
+
+def test_the_functions_in_the_architecture_s_tables_are_in_the_files_beside_them() -> None:
+    rows = [line for line in ARCHITECTURE.read_text().splitlines() if line.startswith("|") and ".py`" in line]
+    assert len(rows) > 20
+    assert list(house.misplaced_names(rows)) == []
+    moved = "| 1 | what | `Engine.step`, `Engine.gone` | `paceline/engine/engine.py`, `wire/nowhere.py` |"
+    assert list(house.misplaced_names([moved])) == [
+        "no file wire/nowhere.py",
+        "Engine.gone is not in paceline/engine/engine.py, wire/nowhere.py",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from paceline.engine.slot_pool import BLOCK_SIZE
 from paceline.v1 import draft_pb2
 from paceline.wire.draft_codec import decode_draft_frame, encode_opening
 from paceline.wire.link_errors import WireError
-from paceline.wire.target_codec import decode_submission, encode_submission
+from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
 from tests.helpers.targets import FREE
 
@@ -54,7 +54,7 @@ def test_another_salt_finds_nothing_and_gets_the_same_tokens(first: str, second:
 
 
 def test_the_salt_travels() -> None:
-    assert decode_submission(encode_submission(asked("salted"))).cache_salt == "salted"
+    assert decode_request(encode_request(asked("salted"))).cache_salt == "salted"
     [opening] = decode_draft_frame(opened("salted"))
     assert isinstance(opening, Opening)
     assert opening.cache_salt == "salted"
@@ -62,6 +62,6 @@ def test_the_salt_travels() -> None:
 
 def test_a_salt_that_is_too_long_is_refused() -> None:
     with pytest.raises(WireError, match="cache_salt: longer than 64 bytes"):
-        decode_submission(encode_submission(asked("é" * 33)))
+        decode_request(encode_request(asked("é" * 33)))
     with pytest.raises(WireError, match="cache_salt: longer than 64 bytes"):
         decode_draft_frame(opened("x" * 65))

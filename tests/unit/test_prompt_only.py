@@ -14,7 +14,7 @@ from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import NOT_FINITE_ERROR
 from paceline.llm import LLM
 from paceline.telemetry.step_stats import StepStats
-from tests.unit.test_engine import SLOTS, Script, Watched, engine, local, served, submission
+from tests.unit.test_engine import SLOTS, Script, Watched, engine, generation_request, local, served
 
 
 def scored(result: Delta) -> list[int]:
@@ -28,7 +28,7 @@ def scored(result: Delta) -> list[int]:
 def test_nothing_is_drawn_and_no_draft_opened(prompt: int, rows: int, top: int | None) -> None:
     script, steps = Script(), list[StepStats]()
     target = engine(script, max_num_batched_rows=rows)
-    results = served(target, submission("a", prompt, output=0, prompt_logprobs=top), steps=steps)
+    results = served(target, generation_request("a", prompt, output=0, prompt_logprobs=top), steps=steps)
     result = results["a"]
     assert (result.tokens, result.finish_reason, result.error) == ([], FinishReason.LENGTH, "")
     assert scored(result) == ([] if top is None else [*range(1, prompt)])
@@ -40,24 +40,26 @@ def test_nothing_is_drawn_and_no_draft_opened(prompt: int, rows: int, top: int |
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_only_if_a_token_is_wanted() -> None:
-    results = served(engine(NoDraftClient()), submission("a", SLOTS, output=1), submission("b", SLOTS + 1, output=0))
+    results = served(
+        engine(NoDraftClient()), generation_request("a", SLOTS, output=1), generation_request("b", SLOTS + 1, output=0)
+    )
     assert f"{SLOTS} tokens; there is room for {SLOTS - 1}" in results["a"].error
     assert f"{SLOTS + 1} tokens; there is room for {SLOTS}" in results["b"].error
 
 
 def test_its_prompt_is_cached_for_others() -> None:
     target = engine(NoDraftClient())
-    served(target, submission("a", 40, output=0))
-    usage = served(target, submission("a", 40))["a"].usage
+    served(target, generation_request("a", 40, output=0))
+    usage = served(target, generation_request("a", 40))["a"].usage
     assert usage is not None
     assert usage.cached_tokens == 32
 
 
 def test_it_takes_no_other_request_s_tokens() -> None:
     """It ends in steps in which others draw and verify guesses."""
-    others = [submission(name, 20, output=40) for name in "ab"]
+    others = [generation_request(name, 20, output=40) for name in "ab"]
     plain = served(engine(NoDraftClient()), *others)
-    alone = [submission(name, 30, output=0, prompt_logprobs=1) for name in "cdef"]
+    alone = [generation_request(name, 30, output=0, prompt_logprobs=1) for name in "cdef"]
     results = served(engine(local(), max_num_batched_rows=32), others[0], *alone[:2], others[1], *alone[2:])
     assert all(results[name].tokens == plain[name].tokens for name in "ab")
     assert all(scored(results[name]) == [*range(1, 30)] for name in "cdef")
@@ -66,7 +68,7 @@ def test_it_takes_no_other_request_s_tokens() -> None:
 def test_one_token_of_output_leaves_nothing_to_guess() -> None:
     """So no draft computes the prompt for it."""
     script = Script()
-    result = served(engine(script), submission(output=1))["a"]
+    result = served(engine(script), generation_request(output=1))["a"]
     assert len(result.tokens) == 1
     assert script.of(Opening) == []
 
@@ -75,7 +77,10 @@ def test_one_token_of_output_leaves_nothing_to_guess() -> None:
 @pytest.mark.parametrize("output", [0, 5])
 def test_a_prompt_whose_scores_are_not_finite_ends_its_request_alone(value: float, output: int) -> None:
     """One bad row in the middle of the prompt; without scores nobody asks for it."""
-    bad, good = submission("b", 40, output=output, prompt_logprobs=1), submission("a", 9, output=12, prompt_logprobs=1)
+    bad, good = (
+        generation_request("b", 40, output=output, prompt_logprobs=1),
+        generation_request("a", 9, output=12, prompt_logprobs=1),
+    )
     model = Watched(bad=[bad.prompt[20]], value=value)
     assert not set(model._bad) & {*good.prompt, bad.prompt[-1]}
     plain = served(engine(NoDraftClient()), good)["a"]
@@ -89,7 +94,7 @@ def test_a_prompt_whose_scores_are_not_finite_ends_its_request_alone(value: floa
 
 
 def test_minus_infinity_is_a_score() -> None:
-    request = submission("b", 40, output=0, prompt_logprobs=1)
+    request = generation_request("b", 40, output=0, prompt_logprobs=1)
     result = served(engine(NoDraftClient(), model=Watched(bad=[request.prompt[20]], value=-math.inf)), request)["b"]
     assert scored(result) == [*range(1, 40)]
 

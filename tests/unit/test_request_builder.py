@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.text import Tokenizer
-from paceline.wire.target_codec import decode_submission, encode_submission
+from paceline.wire.target_codec import decode_request, encode_request
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.openai.bodies import CompletionBody
 from paceline_services.gateway.openai.prompt_encoding import LONG_TEXT, bad_word_tokens, encode_prompts
@@ -62,9 +62,7 @@ def test_any_body_is_refused_by_field_or_can_be_sent(body: dict[str, Any], with_
         param = (error.param or "no field").split(".")[0].split("[")[0]
     assert param is None or param in {*body, "prompt"}
     for request in requests:
-        assert decode_submission(encode_submission(request)) == replace(
-            request, committed=[], draft_addresses=[], choice=0
-        )
+        assert decode_request(encode_request(request)) == replace(request, committed=[], draft_addresses=[], choice=0)
         assert len(request.prompt) + request.sampling.max_tokens <= MODEL.max_model_len
 
 

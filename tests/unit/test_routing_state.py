@@ -126,9 +126,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def linked_target(link: Link, clock: Clock, **heartbeat: float) -> TargetConnection:
+def linked_target(link: Link, clock: Clock, **registered_load: float) -> TargetConnection:
     record = WorkerRecord("target", "t", "h:1", "m", "", "", 0.0)
-    return TargetConnection(record, link, heartbeat=heartbeat, load=TargetLoad(clock))  # type: ignore[arg-type]
+    return TargetConnection(record, link, registered_load=registered_load, load=TargetLoad(clock))  # type: ignore[arg-type]
 
 
 def in_flight(
@@ -163,21 +163,21 @@ def test_own_requests_are_not_counted_as_other_gateways_after_they_have_ended(cl
     assert target.expected_rows(costs) == 3 * usual
     with ExitStack() as stack:
         requests = [stack.enter_context(in_flight(target, costs)) for _ in range(5)]
-        target.update_heartbeat({"running": 8.0, "beat": 1})
+        target.update_registered_load({"running": 8.0, "beat": 1})
         assert target.expected_rows(costs) == 3 * usual + sum(each.rows_left for each in requests)
         link.load = EngineLoad(running=6, waiting=1, free_slots=0, rows=0, step_s=0.0)
         requests[-1].add_tokens([1])
-        target.update_heartbeat({"running": 99.0, "beat": 2})
+        target.update_registered_load({"running": 99.0, "beat": 2})
         own = sum(each.rows_left for each in requests)
         assert target.expected_rows(costs) == 2 * usual + own, "a delta is newer than a heartbeat soon after it"
     target.update_from_link()
     assert target.expected_rows(costs) == 2 * usual, "a load counts when it arrives, not when it is read"
-    target.update_heartbeat({"running": 99.0, "beat": 3})
+    target.update_registered_load({"running": 99.0, "beat": 3})
     assert target.expected_rows(costs) == 2 * usual, "this heartbeat was sent before the requests had ended"
     clock.now += DELTA_PRECEDENCE_S
-    target.update_heartbeat({"running": 99.0, "beat": 3})
+    target.update_registered_load({"running": 99.0, "beat": 3})
     assert target.expected_rows(costs) == 2 * usual, "an old heartbeat, read again"
-    target.update_heartbeat({"running": 4.0, "waiting": 1.0, "beat": 4})
+    target.update_registered_load({"running": 4.0, "waiting": 1.0, "beat": 4})
     assert target.expected_rows(costs) == 5 * usual
 
 
@@ -186,7 +186,7 @@ def test_a_load_that_is_not_refreshed_expires(clock: Clock) -> None:
     target = linked_target(Link(), clock, running=8.0, waiting=50.0)
     clock.now += LOAD_TTL_S - 1.0
     assert target.waiting == 50.0
-    target.update_heartbeat({"running": 8.0, "waiting": 40.0, "beat": 1})
+    target.update_registered_load({"running": 8.0, "waiting": 40.0, "beat": 1})
     clock.now += LOAD_TTL_S - 1.0
     assert target.waiting == 40.0
     clock.now += 1.0

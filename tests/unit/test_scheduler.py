@@ -48,7 +48,7 @@ def check(scheduler: Scheduler, batch: Sequence[ScheduledRequest], rows: int) ->
         assert each.request in scheduler.running
         assert each.start < each.stop == len(each.request.slot_table) <= len(each.request.tokens)
         assert len(each.nodes) == len(each.slots)
-        assert each.samples or not each.nodes, "a node without its root"
+        assert each.draws or not each.nodes, "a node without its root"
         known = {ROOT}
         for node in each.nodes:
             assert each.request.tree.parents[node] in known, "a node without its parent, or before it"
@@ -65,7 +65,7 @@ def commit(scheduler: Scheduler, batch: Sequence[ScheduledRequest]) -> None:
     for each in batch:
         each.request.record_prefill(each.stop)
         scheduler.pool.return_slots(each.slots)
-        if each.samples:
+        if each.draws:
             each.request.tokens.append(7)
             each.request.tree.commit([7])
             if each.request.output_tokens >= each.request.max_tokens:
@@ -97,7 +97,7 @@ def test_a_long_prompt_does_not_delay_decoding() -> None:
     while scheduled.running[0].key == 1:
         batch = scheduled.schedule()
         assert batch[0].request.key == 1
-        assert batch[0].samples
+        assert batch[0].draws
         commit(scheduled, batch)
 
 

@@ -52,7 +52,7 @@ async def test_calibration_is_restored_from_recorded_counts() -> None:
     async with open_store(None) as store:
         await record(store, [step(*cells)] * 20)
         totals = await store.acceptance.acceptance("m", "ngram")
-    second.seed(totals.cell_drafted, totals.cell_accepted)
+    second.start_from(totals.cell_drafted, totals.cell_accepted)
     for rank, depth in [(0, 1), (1, 1), (0, 9), (2, 2)]:
         assert second.cache[known, rank, depth] == pytest.approx(first.cache[known, rank, depth])
     assert [share for share in totals.calibration() if share is not None] == pytest.approx([1 / 3])

@@ -4,12 +4,14 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import pytest
 from redis import Redis as BlockingRedis
@@ -31,6 +33,7 @@ from paceline.state.acceptance_recorder import MAX_PENDING_REQUESTS
 from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.waiting import eventually
 
+SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 ONE = AcceptanceCounts(1, (1,), (1,))
 OLD = WorkerRecord("draft", "old", "127.0.0.1:4000", "family/draft", "draft_model", "abc", 1.0)
 YOUNG = dataclasses.replace(OLD, worker_id="young", started_at=2.0)
@@ -200,6 +203,11 @@ def test_rates_of_positions(steps: list[tuple[int, int, int]], rates: list[float
     counts = AcceptanceCounts.of(stats)
     assert counts.rates() == rates
     assert counts.acceptance_length == stats.acceptance_length
+
+
+def test_the_documentation_of_security_lists_what_is_kept_of_a_request() -> None:
+    [listed] = re.findall(r"^Redis keeps of a running request (.*?), until it ends", SECURITY.read_text(), re.M | re.S)
+    assert set(re.findall(r"`(\w+)`", listed)) == {field.name for field in dataclasses.fields(RequestAcceptance)}
 
 
 def running(request_id: str, drafted: int = 3) -> RequestAcceptance:

@@ -378,9 +378,9 @@ class TestState:
         """Without the memory of the others, which came in the same tensor."""
         states = seeded(ROOT, 1, HIDDEN)
         speculator.context(Context(1, 0, states))
-        [draft] = speculator._drafts.values()
-        assert draft.state.untyped_storage().nbytes() == HIDDEN * 4
-        assert torch.equal(draft.state, states[-1, 0])
+        [request] = speculator._requests.values()
+        assert request.state.untyped_storage().nbytes() == HIDDEN * 4
+        assert torch.equal(request.state, states[-1, 0])
 
     @pytest.mark.parametrize("shape", [(2, 1, 32), (2, 2, HIDDEN), (2, HIDDEN)])
     def test_another_shape_is_refused(self, speculator: Speculator, shape: Sequence[int]) -> None:

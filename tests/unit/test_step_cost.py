@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.policy.calibration import Calibration
-from paceline.core.policy.min_path_probability import MinPathProbability
+from paceline.core.policy.least_path_probability import LeastPathProbability
 from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
 
 COST = RowCost([8, 16, 32], [1.0, 1.5, 4.0])
@@ -135,14 +135,14 @@ class TestStepCost:
 
 class TestMinPathProbability:
     def test_it_follows_unverified_nodes_in_few_changes(self) -> None:
-        limit = MinPathProbability()
+        limit = LeastPathProbability()
 
         def changes(unverified: float) -> int:
             return sum(limit.observe(unverified) for _ in range(200))
 
         assert (changes(0.0), limit.value) == (0, 0.0), "rows to spare"
         assert changes(0.5) < 6
-        assert 0.25 * MinPathProbability.MARGIN < limit.value < MinPathProbability.MARGIN
+        assert 0.25 * LeastPathProbability.MARGIN < limit.value < LeastPathProbability.MARGIN
         assert not any(limit.observe(0.4 + 0.2 * (step % 2)) for step in range(200)), "small changes are not sent"
         assert changes(0.0) < 12
         assert limit.value < 1e-3
@@ -288,7 +288,7 @@ class TestCalibration:
         drafted, accepted = [0.0] * Calibration.CELLS, [0.0] * Calibration.CELLS
         drafted[cell(0.52)], accepted[cell(0.52)] = 9e5, 9e5
         drafted[cell(0.52, rank=1)] = 1e5
-        calibration.seed(drafted, accepted)
+        calibration.start_from(drafted, accepted)
         assert calibrated(calibration, 0.52, rank=2) == pytest.approx(0.9, abs=0.05)
         assert calibrated(calibration, 0.52, rank=1) < 0.1
         assert sum(calibration.drafted) == 2 * Calibration.MAX_COUNT
@@ -299,12 +299,12 @@ class TestCalibration:
     @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (20, 20), (239, 239), (480, 480), (240, 20), (20, 240)])
     def test_seeds_of_another_shape_are_ignored(self, drafted: int, accepted: int) -> None:
         calibration = Calibration()
-        calibration.seed([100.0] * drafted, [1.0] * accepted)
+        calibration.start_from([100.0] * drafted, [1.0] * accepted)
         assert calibrated(calibration, 0.52) == pytest.approx(0.52)
 
     def test_impossible_seeds_give_probabilities(self) -> None:
         """More accepted than drafted nodes."""
         calibration = Calibration()
-        calibration.seed([1.0] * 120 + [0.0] * 120, [7.0] * 240)
+        calibration.start_from([1.0] * 120 + [0.0] * 120, [7.0] * 240)
         assert calibrated(calibration, 0.3) <= 1.0
         assert calibrated(calibration, 0.7) == pytest.approx(0.7)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
 from paceline.grammar import GrammarError
 from paceline.grammar.grammar_checker import complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
+from paceline.grammar.lark_rules import LarkRules
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.structured_output import ResponseFormat, StructuredOutputs
+from paceline_services.gateway.structured import tag_grammar
+from paceline_services.gateway.structured.structural_tag import TagFormat
+from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
 
 SHIPPED = Tokenizer.load("pydoc")
 COMPILER = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces))
@@ -219,3 +224,47 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert is_whole(state_of({**ANY, "excludes": [], "max_tokens": None}), "x")
     assert is_whole(state_of({**JSON, "style": "json", "any_order": False}), '{"n": 1}')
     assert is_whole(state_of(triggered(excludes=[], at_least_one=False)), "x")
+
+
+MANY = 600
+CROSSED = tag("a", {"type": "or", "elements": [ANY] * MANY}, ["x"] * MANY)
+"""Each element may be followed by each end: a grammar of 17 million characters."""
+
+
+def test_a_small_tag_that_describes_a_huge_grammar_is_refused_before_the_grammar_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[int] = []
+    add = LarkRules.add
+
+    def counting(rules: LarkRules, body: str, options: str = "") -> str:
+        written.append(len(body))
+        return add(rules, body, options)
+
+    monkeypatch.setattr(LarkRules, "add", counting)
+    source = ResponseFormat.model_validate({"type": "structural_tag", "format": CROSSED})
+    with pytest.raises(GrammarError, match=f"{MAX_GRAMMAR_LENGTH} are the most"):
+        source.to_grammar(SHIPPED)
+    assert sum(written) < 2 * MAX_GRAMMAR_LENGTH
+
+
+def test_each_tag_is_compared_with_the_triggers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"<{number:03}" for number in range(100)]
+    compared: list[str] = []
+    trigger_of = tag_grammar._trigger_of
+
+    def counting(compared_tag: TagFormat, triggers: Sequence[str]) -> str:
+        compared.append(compared_tag.begin)
+        return trigger_of(compared_tag, triggers)
+
+    monkeypatch.setattr(tag_grammar, "_trigger_of", counting)
+    body = {"type": "triggered_tags", "triggers": names, "tags": [tag(name + ">") for name in names]}
+    ResponseFormat.model_validate({"type": "structural_tag", "format": body}).to_grammar(SHIPPED)
+    assert compared == [name + ">" for name in names]
+
+
+@pytest.mark.parametrize("field", ["format", "structures", "triggers"])
+def test_a_tag_may_be_as_long_as_a_grammar(field: str) -> None:
+    value: Any = const("x" * MAX_GRAMMAR_LENGTH) if field == "format" else ["x" * MAX_GRAMMAR_LENGTH]
+    with pytest.raises(ValidationError, match=f"{MAX_GRAMMAR_LENGTH} are the most"):
+        ResponseFormat.model_validate({"type": "structural_tag", field: value})

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.config import STRATEGIES
 from paceline.core.messages import FinishReason, SpeculationStats, Timings, Usage
-from paceline.core.verify import STRATEGIES
 from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.telemetry.metrics_exporter import serve_metrics

@@ -16,7 +16,7 @@ from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
 from paceline.drafting.speculator import Commit, Limit, Opening
-from paceline.engine.draft_client import DraftClient, DraftUpdates
+from paceline.engine.draft_client import DraftClient, PollResult
 from paceline.ipc.pipe import PipeClosedError
 from paceline.vllm.batch import MAX_ABSENT_STEPS
 from paceline.vllm.draft_links import PoolLinks
@@ -60,11 +60,11 @@ class OracleClient(DraftClient):
     def close(self, request_id: int) -> None:
         del self.trees[request_id], self.prompts[request_id]
 
-    def poll(self, timeout_s: float) -> DraftUpdates:
+    def poll(self, timeout_s: float) -> PollResult:
         if self.fault is not None:
             raise self.fault
         wanted = [key for key in self.trees if key not in self.limits or self.limits[key].max_nodes]
-        return DraftUpdates([(key, self._chain(self.trees[key])) for key in wanted], may_continue=False)
+        return PollResult([(key, self._chain(self.trees[key])) for key in wanted], may_continue=False)
 
     def _chain(self, tree: TokenTree) -> Growth:
         new = []

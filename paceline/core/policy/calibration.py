@@ -55,7 +55,7 @@ class Calibration:
         """By (draft log-probability, rank from 0, depth from 1): the node's cell and its calibrated log-probability,
         given that its parent is drawn. Looked up for every node that arrives."""
 
-    def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
+    def start_from(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from counts by cell of another engine, scaled down to `MAX_COUNT`. Other shapes are ignored."""
         if len(drafted) == len(accepted) == self.CELLS:
             self.drafted, self.accepted = self._capped(drafted, accepted)

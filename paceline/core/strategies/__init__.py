@@ -1,6 +1,8 @@
-"""Verification strategies behind `Verifier`. `paceline.core.verify` describes them and what each one promises."""
+"""Verification strategies behind `Verifier`. `paceline.config.STRATEGIES` lists them and what each one promises."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from paceline.config import SpeculativeConfig
 from paceline.core.strategies.block_verification import accept_block
@@ -12,6 +14,15 @@ from paceline.core.strategies.verifier import VerificationInput, Verifier
 
 __all__ = ["VerificationInput", "Verifier", "make_verifier"]
 
+BUILDERS: Mapping[str, Callable[[SpeculativeConfig], Verifier]] = {
+    "coupled": lambda config: Coupled(),
+    "greedy": lambda config: Coupled(),
+    "residual": lambda config: Residual(accept_block if config.block_verification else accept_each),
+    "typical-acceptance": lambda config: TypicalAcceptance(config.posterior_threshold, config.posterior_alpha),
+    "logit-comparison": lambda config: LogitComparison(config.logit_comparison_eps),
+}
+"""A verifier for each row of `paceline.config.STRATEGIES`."""
+
 
 def make_verifier(config: SpeculativeConfig) -> Verifier:
     """The verifier that `config` describes."""
@@ -20,12 +31,4 @@ def make_verifier(config: SpeculativeConfig) -> Verifier:
     begin, end = config.begin_thinking_phase_token, config.end_thinking_phase_token
     if config.use_relaxed_acceptance_for_thinking and begin is not None and end is not None:
         return RelaxedThinking(begin, end, config.relaxed_topk, config.relaxed_delta)
-    match config.rejection_sampling_strategy:
-        case "residual":
-            return Residual(accept_block if config.block_verification else accept_each)
-        case "typical-acceptance":
-            return TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
-        case "logit-comparison":
-            return LogitComparison(config.logit_comparison_eps)
-        case "coupled" | "greedy":
-            return Coupled()
+    return BUILDERS[config.rejection_sampling_strategy](config)

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import History
 from paceline.core.tree import ROOT, CommitResult, TokenTree
-from paceline.drafting.best_first import BestFirstDraft, BestFirstSpeculator, DraftPass
+from paceline.drafting.best_first import BestFirstRequest, BestFirstSpeculator, DraftPass
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.heads.head_network import HeadNetwork, head_facts
 from paceline.drafting.method_registry import MethodInputs
@@ -31,7 +31,7 @@ from paceline.model.target_weights import TargetWeights
 
 
 @dataclass(slots=True, eq=False)
-class HeadDraft(BestFirstDraft):
+class HeadRequest(BestFirstRequest):
     """One request; its tokens are all but the first."""
 
     features: dict[int, Tensor] = field(default_factory=dict)
@@ -51,12 +51,12 @@ class HeadDraft(BestFirstDraft):
     def refresh_frontier(self) -> None:
         """The frontier is empty until the root is expanded: without the root's feature no child has an input."""
         if ROOT in self.features:
-            BestFirstDraft.refresh_frontier(self)
+            BestFirstRequest.refresh_frontier(self)
         else:
             self.frontier.clear()
 
 
-class HeadSpeculator(BestFirstSpeculator[HeadDraft]):
+class HeadSpeculator(BestFirstSpeculator[HeadRequest]):
     """Methods `eagle`, `eagle3` and `mtp`, by their networks."""
 
     def __init__(
@@ -76,20 +76,20 @@ class HeadSpeculator(BestFirstSpeculator[HeadDraft]):
         self.method = method
         self._network = network
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> HeadDraft:
-        return HeadDraft(opening, tree, history, floor, list(opening.tokens[1:]), self.position_limit)
+    def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> HeadRequest:
+        return HeadRequest(opening, tree, history, least_path_log_prob, list(opening.tokens[1:]), self.position_limit)
 
     @torch.inference_mode()
-    def run(self, this: DraftPass[HeadDraft]) -> tuple[Tensor, Tensor | None]:
+    def run(self, this: DraftPass[HeadRequest]) -> tuple[Tensor, Tensor | None]:
         output = self._network.run(this.rows, self._features(this), this.wanted)
-        for (draft, node), feature in zip(this.expanded, output.features, strict=True):
-            draft.features[node] = feature
+        for (request, node), feature in zip(this.expanded, output.features, strict=True):
+            request.features[node] = feature
         return output.logits, self._network.ids
 
-    def _features(self, this: DraftPass[HeadDraft]) -> Tensor:
+    def _features(self, this: DraftPass[HeadRequest]) -> Tensor:
         """[rows, h]: of committed tokens first, then of draft tokens, which is the order of the pass."""
-        states = [state for draft, node in this.owners if node is None for state in draft.states.take(1)]
-        parents = [draft.features[draft.tree.parents[node]] for draft, node in this.owners if node is not None]
+        states = [state for request, node in this.owners if node is None for state in request.states.take(1)]
+        parents = [request.features[request.tree.parents[node]] for request, node in this.owners if node is not None]
         parts = [self._network.encode(torch.stack(states))] if states else []
         parts += [torch.stack(parents)] if parents else []
         return torch.cat(parts)

@@ -27,7 +27,7 @@ from paceline.drafting.heads.head_config import head_config
 from paceline.drafting.heads.head_weights import HeadWeights
 from paceline.drafting.heads.llama_head import llama_layers
 from paceline.drafting.method_registry import MethodInputs
-from paceline.drafting.parallel_drafts import ContextSpans, HiddenStateDraft, ParallelSpeculator, RequestedPasses
+from paceline.drafting.parallel_drafts import ContextSpans, HiddenStateRequest, ParallelSpeculator, RequestedPasses
 from paceline.drafting.speculator import Opening, Speculator
 from paceline.model.attention import Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
@@ -39,7 +39,7 @@ RENAMES = ((r"^model\.", ""), (r"encoder\.fc\.", "fc."), (r"encoder\.output_norm
 """To the original format's names."""
 
 
-class DFlashSpeculator(ParallelSpeculator[HiddenStateDraft]):
+class DFlashSpeculator(ParallelSpeculator[HiddenStateRequest]):
     """Method `dflash`."""
 
     method = "dflash"
@@ -60,20 +60,26 @@ class DFlashSpeculator(ParallelSpeculator[HiddenStateDraft]):
         super().__init__(facts, network.config.ahead, tree_width, least_path_probability)
         self._network = network
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> HiddenStateDraft:
-        return HiddenStateDraft(opening, tree, history, floor, list(opening.tokens), self.position_limit)
+    def begin(
+        self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float
+    ) -> HiddenStateRequest:
+        return HiddenStateRequest(
+            opening, tree, history, least_path_log_prob, list(opening.tokens), self.position_limit
+        )
 
     def run_pass(
-        self, context: ContextSpans[HiddenStateDraft], asked: RequestedPasses[HiddenStateDraft]
+        self, context: ContextSpans[HiddenStateRequest], asked: RequestedPasses[HiddenStateRequest]
     ) -> tuple[Tensor, Tensor | None]:
         if context:
-            states = [state for draft, span in context for state in draft.states.take(len(span))]
+            states = [state for request, span in context for state in request.states.take(len(span))]
             positions = [i for _, span in context for i in span]
-            slots = [draft.slot_table.slots[i] for draft, span in context for i in span]
+            slots = [request.slot_table.slots[i] for request, span in context for i in span]
             self._network.add_context(torch.stack(states), positions, slots)
         if not asked:
             return torch.empty(0), None
-        blocks = self._network.predict_blocks([(draft.tokens[-1], draft.slot_table.slots[:-1]) for draft, _ in asked])
+        blocks = self._network.predict_blocks(
+            [(request.tokens[-1], request.slot_table.slots[:-1]) for request, _ in asked]
+        )
         return torch.cat([block[:count] for block, (_, count) in zip(blocks, asked, strict=True)]), self._network.ids
 
 
@@ -182,7 +188,7 @@ class _DFlashLayer:
 
 def build(inputs: MethodInputs) -> Speculator:
     config = inputs.config
-    network = DFlashNetwork(inputs.checkpoint, inputs.target, inputs.engine.slots, config.rope_theta)
+    network = DFlashNetwork(inputs.checkpoint, inputs.target, inputs.engine.slot_count, config.rope_theta)
     return DFlashSpeculator(network, inputs.target, config.tree_width, config.least_path_probability)
 
 

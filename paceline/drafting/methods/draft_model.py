@@ -10,18 +10,18 @@ from torch import Tensor
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
-from paceline.drafting.best_first import BestFirstDraft, BestFirstSpeculator, DraftPass
+from paceline.drafting.best_first import BestFirstRequest, BestFirstSpeculator, DraftPass
 from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.speculator import Opening, Speculator
-from paceline.drafting.vocabulary.intersection_draft import IntersectionDraft
-from paceline.drafting.vocabulary.retokenized_draft import RetokenizedDraft
+from paceline.drafting.vocabulary.intersection_speculator import IntersectionSpeculator
+from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary, VocabularyMapping
 from paceline.model.model import Model
 from paceline.model.row_probe import measure_row_cost
 
 
-class DraftModelSpeculator(BestFirstSpeculator[BestFirstDraft]):
+class DraftModelSpeculator(BestFirstSpeculator[BestFirstRequest]):
     """Method `draft_model` with the target's vocabulary."""
 
     method = "draft_model"
@@ -37,10 +37,12 @@ class DraftModelSpeculator(BestFirstSpeculator[BestFirstDraft]):
         super().__init__(NetworkFacts.of_model(model), tree_width, cost, least_path_probability, clock)
         self._model = model
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> BestFirstDraft:
-        return BestFirstDraft(opening, tree, history, floor, list(opening.tokens), self.position_limit)
+    def begin(
+        self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float
+    ) -> BestFirstRequest:
+        return BestFirstRequest(opening, tree, history, least_path_log_prob, list(opening.tokens), self.position_limit)
 
-    def run(self, this: DraftPass[BestFirstDraft]) -> tuple[Tensor, Tensor | None]:
+    def run(self, this: DraftPass[BestFirstRequest]) -> tuple[Tensor, Tensor | None]:
         return self._model.run(this.rows, this.wanted).logits, None
 
 
@@ -61,5 +63,5 @@ def build(inputs: MethodInputs) -> Speculator:
     if mapping.identical:
         return draft_model
     if config.vocabulary_mapping == "intersection":
-        return IntersectionDraft(model, mapping, config.tree_width, cost, config.least_path_probability)
-    return RetokenizedDraft(draft_model, mapping)
+        return IntersectionSpeculator(model, mapping, config.tree_width, cost, config.least_path_probability)
+    return RetokenizingSpeculator(draft_model, mapping)

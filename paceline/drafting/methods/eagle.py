@@ -70,5 +70,5 @@ def matches(checkpoint: Checkpoint) -> bool:
 
 
 def build(inputs: MethodInputs) -> Speculator:
-    network = EagleNetwork(inputs.checkpoint, inputs.target, inputs.engine.slots, inputs.config.rope_theta)
+    network = EagleNetwork(inputs.checkpoint, inputs.target, inputs.engine.slot_count, inputs.config.rope_theta)
     return build_head_speculator(inputs, network)

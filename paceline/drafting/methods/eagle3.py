@@ -155,7 +155,9 @@ def build(inputs: MethodInputs) -> Speculator:
 def load_eagle3(inputs: MethodInputs) -> Eagle3Network:
     config = inputs.config
     layers, norm_output = config.eagle_aux_hidden_state_layer_ids, config.norm_output
-    return Eagle3Network(inputs.checkpoint, inputs.target, inputs.engine.slots, config.rope_theta, layers, norm_output)
+    return Eagle3Network(
+        inputs.checkpoint, inputs.target, inputs.engine.slot_count, config.rope_theta, layers, norm_output
+    )
 
 
 def target_layers(inputs: MethodInputs) -> Sequence[int]:

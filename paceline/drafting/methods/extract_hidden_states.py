@@ -25,11 +25,11 @@ from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.speculator import Commit, Context, Opening, Speculator, new_hidden_states
-from paceline.drafting.tree_speculator import TreeDraft, TreeSpeculator
+from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
 
 
 @dataclass(slots=True, eq=False)
-class RequestStates(TreeDraft):
+class ExtractedRequest(TreeRequest):
     """A request's tokens, and the hidden states that have arrived."""
 
     tokens: list[int]
@@ -40,7 +40,7 @@ class RequestStates(TreeDraft):
         self.states.append(new_hidden_states(known, position, states).cpu())
 
 
-class ExtractHiddenStates(TreeSpeculator[RequestStates]):
+class ExtractHiddenStates(TreeSpeculator[ExtractedRequest]):
     """Method `extract_hidden_states`."""
 
     method = "extract_hidden_states"
@@ -54,23 +54,23 @@ class ExtractHiddenStates(TreeSpeculator[RequestStates]):
         taken = [int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdigit()]
         self._numbers = itertools.count(max(taken, default=0) + 1)
 
-    def new_draft(self, opening: Opening, tree: TokenTree) -> RequestStates:
-        return RequestStates(opening, tree, list(opening.tokens))
+    def new_request(self, opening: Opening, tree: TokenTree) -> ExtractedRequest:
+        return ExtractedRequest(opening, tree, list(opening.tokens))
 
     def context(self, context: Context) -> None:
-        if draft := self._drafts.get(context.request_id):
-            draft.add_states(context.base_position, context.hidden_states)
+        if request := self._requests.get(context.request_id):
+            request.add_states(context.base_position, context.hidden_states)
 
-    def advance(self, draft: RequestStates, commit: Commit) -> None:
-        draft.tree.commit(commit.tokens)
-        draft.tokens += commit.tokens
+    def advance(self, request: ExtractedRequest, commit: Commit) -> None:
+        request.tree.commit(commit.tokens)
+        request.tokens += commit.tokens
         if commit.hidden_states is not None:
-            draft.add_states(commit.base_position, commit.hidden_states)
+            request.add_states(commit.base_position, commit.hidden_states)
 
     def close(self, request_id: int) -> None:
-        draft = self._drafts.get(request_id)
-        if draft is not None and draft.states:
-            self._write(torch.cat(draft.states), draft.tokens)
+        request = self._requests.get(request_id)
+        if request is not None and request.states:
+            self._write(torch.cat(request.states), request.tokens)
         super().close(request_id)
 
     def grow(self) -> dict[int, Growth]:

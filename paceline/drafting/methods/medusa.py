@@ -23,12 +23,12 @@ from paceline.drafting.heads.medusa_heads import MedusaHeads, is_medusa, load_me
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.product_tree import draw_rows
 from paceline.drafting.speculator import Opening, Speculator
-from paceline.drafting.stateless_heads import StatelessDraft, StatelessSpeculator
+from paceline.drafting.stateless_heads import StatelessRequest, StatelessSpeculator
 from paceline.model.target_weights import TargetWeights
 
 
 @dataclass(slots=True, eq=False)
-class MedusaDraft(StatelessDraft):
+class MedusaRequest(StatelessRequest):
     """One request, and the heads' output for its root."""
 
     distributions: Sequence[RankedTokens] = field(default_factory=list)
@@ -50,7 +50,7 @@ class MedusaDraft(StatelessDraft):
         return not self.complete and self.root_state is not None and self.nodes_left > 0 and self.may_expand(ROOT)
 
 
-class MedusaSpeculator(StatelessSpeculator[MedusaDraft]):
+class MedusaSpeculator(StatelessSpeculator[MedusaRequest]):
     """Method `medusa`."""
 
     method = "medusa"
@@ -62,54 +62,56 @@ class MedusaSpeculator(StatelessSpeculator[MedusaDraft]):
         super().__init__(heads.model, target, tree_width, least_path_probability)
         self._heads = heads
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> MedusaDraft:
-        return MedusaDraft(opening, tree, history, floor, max_depth=len(self._heads))
+    def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> MedusaRequest:
+        return MedusaRequest(opening, tree, history, least_path_log_prob, max_depth=len(self._heads))
 
-    def draft_round(self) -> Iterator[tuple[MedusaDraft, list[int]]]:
-        drafts = [draft for draft in self._drafts.values() if draft.can_grow]
-        without_output = [draft for draft in drafts if not draft.distributions][: max(1, MAX_ROWS // len(self._heads))]
+    def draft_round(self) -> Iterator[tuple[MedusaRequest, list[int]]]:
+        requests = [request for request in self._requests.values() if request.can_grow]
+        without_output = [request for request in requests if not request.distributions][
+            : max(1, MAX_ROWS // len(self._heads))
+        ]
         if without_output:
             self._run_heads(without_output)
         self._computed = bool(without_output)
-        for draft in drafts:
-            if draft.distributions:
-                draft.complete = True
-                yield draft, self._add_paths(draft)
+        for request in requests:
+            if request.distributions:
+                request.complete = True
+                yield request, self._add_paths(request)
 
-    def _run_heads(self, drafts: Sequence[MedusaDraft]) -> None:
-        logits = self._heads(torch.stack([draft.state for draft in drafts if draft.state is not None]))
+    def _run_heads(self, requests: Sequence[MedusaRequest]) -> None:
+        logits = self._heads(torch.stack([request.state for request in requests if request.state is not None]))
         count = len(self._heads)
-        rows = [row for draft in drafts for row in draw_rows(draft.history, draft.tree.position + 1, count)]
+        rows = [row for request in requests for row in draw_rows(request.history, request.tree.position + 1, count)]
         distributions = iter(predict_draws(logits.flatten(0, 1), rows, self._width, self._heads.ids))
-        for draft, own_logits in zip(drafts, logits, strict=True):
-            draft.distributions = list(itertools.islice(distributions, count))
-            draft.logits = own_logits.clone() if draft.history.has_logits_rules else None
+        for request, own_logits in zip(requests, logits, strict=True):
+            request.distributions = list(itertools.islice(distributions, count))
+            request.logits = own_logits.clone() if request.history.has_logits_rules else None
 
-    def _distribution(self, draft: MedusaDraft, node: int) -> RankedTokens:
+    def _distribution(self, request: MedusaRequest, node: int) -> RankedTokens:
         """Of the token after this node. Rules see the path to it."""
-        head = draft.tree.depths[node]
-        if draft.logits is None:
-            return draft.distributions[head]
-        logits = draft.logits[head : head + 1]
-        [distribution] = predict_draws(logits, [draft.draw_row(node)], self._width, self._heads.ids)
+        head = request.tree.depths[node]
+        if request.logits is None:
+            return request.distributions[head]
+        logits = request.logits[head : head + 1]
+        [distribution] = predict_draws(logits, [request.draw_row(node)], self._width, self._heads.ids)
         return distribution
 
-    def _add_paths(self, draft: MedusaDraft) -> list[int]:
+    def _add_paths(self, request: MedusaRequest) -> list[int]:
         """Add the most probable missing nodes, as many as are wanted; returns them."""
-        tree = draft.tree
+        tree = request.tree
         serial = itertools.count()  # breaks ties by age
         candidates: list[tuple[float, int, int, int, float]] = []
 
         def add_children(node: int) -> None:
-            if draft.may_expand(node):
-                for token, log_prob in draft.new_children(node, self._distribution(draft, node)):
+            if request.may_expand(node):
+                for token, log_prob in request.new_children(node, self._distribution(request, node)):
                     path_log_prob = tree.path_log_probs[node] + log_prob
                     heapq.heappush(candidates, (-path_log_prob, next(serial), node, token, log_prob))
 
         for node in (ROOT, *tree.nodes()):
             add_children(node)
         new: list[int] = []
-        while candidates and draft.nodes_left:
+        while candidates and request.nodes_left:
             _, _, parent, token, log_prob = heapq.heappop(candidates)
             new.append(tree.add(parent, token, log_prob))
             add_children(new[-1])

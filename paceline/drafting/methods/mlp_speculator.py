@@ -21,14 +21,14 @@ from paceline.drafting.draw_prediction import MAX_ROWS, RankedTokens, predict_dr
 from paceline.drafting.heads.mlp_network import MlpChainNetwork, is_mlp_speculator, load_mlp_speculator
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.speculator import Opening, Speculator
-from paceline.drafting.stateless_heads import StatelessDraft, StatelessSpeculator
+from paceline.drafting.stateless_heads import StatelessRequest, StatelessSpeculator
 from paceline.model.target_weights import TargetWeights
 
-DraftNode = tuple["MlpDraft", int]
+DraftNode = tuple["MlpRequest", int]
 
 
 @dataclass(slots=True, eq=False)
-class MlpDraft(StatelessDraft):
+class MlpRequest(StatelessRequest):
     """One request, and the states of the nodes that were expanded since the last commit."""
 
     vocabulary_limit: int = 0
@@ -54,7 +54,7 @@ class MlpDraft(StatelessDraft):
         self.frontier.sort(key=self.tree.path_log_probs.__getitem__, reverse=True)
 
     def may_expand(self, node: int) -> bool:
-        return self.tree.tokens[node] < self.vocabulary_limit and StatelessDraft.may_expand(self, node)
+        return self.tree.tokens[node] < self.vocabulary_limit and StatelessRequest.may_expand(self, node)
 
     def expandable(self, width: int) -> Sequence[int]:
         """The start of the frontier: no more nodes than fill the tree if each gets `width` children."""
@@ -74,7 +74,7 @@ class MlpDraft(StatelessDraft):
         return new
 
 
-class MlpSpeculator(StatelessSpeculator[MlpDraft]):
+class MlpSpeculator(StatelessSpeculator[MlpRequest]):
     """Method `mlp_speculator`."""
 
     method = "mlp_speculator"
@@ -86,11 +86,13 @@ class MlpSpeculator(StatelessSpeculator[MlpDraft]):
         super().__init__(network.model, target, tree_width, least_path_probability)
         self._network = network
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> MlpDraft:
+    def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> MlpRequest:
         network = self._network
-        return MlpDraft(opening, tree, history, floor, network.steps, vocabulary_limit=network.vocabulary_limit)
+        return MlpRequest(
+            opening, tree, history, least_path_log_prob, network.steps, vocabulary_limit=network.vocabulary_limit
+        )
 
-    def draft_round(self) -> Iterator[tuple[MlpDraft, list[int]]]:
+    def draft_round(self) -> Iterator[tuple[MlpRequest, list[int]]]:
         left = MAX_ROWS
         while left and (level := list(itertools.islice(self._most_probable(), left))):
             left -= len(level)
@@ -100,23 +102,23 @@ class MlpSpeculator(StatelessSpeculator[MlpDraft]):
 
     def _most_probable(self) -> Iterator[DraftNode]:
         """Expandable nodes of all requests, most probable first."""
-        nodes = (zip(itertools.repeat(draft), draft.expandable(self._width)) for draft in self._drafts.values())
+        nodes = (zip(itertools.repeat(request), request.expandable(self._width)) for request in self._requests.values())
         return heapq.merge(*nodes, key=lambda pair: -pair[0].tree.path_log_probs[pair[1]])
 
-    def _expand(self, step: int, nodes: Sequence[DraftNode]) -> Iterator[tuple[MlpDraft, list[int]]]:
+    def _expand(self, step: int, nodes: Sequence[DraftNode]) -> Iterator[tuple[MlpRequest, list[int]]]:
         """One step of the network over nodes of one depth."""
-        inputs = torch.stack([draft.input_state(node) for draft, node in nodes])
-        tokens = torch.tensor([draft.tree.tokens[node] for draft, node in nodes], device=inputs.device)
+        inputs = torch.stack([request.input_state(node) for request, node in nodes])
+        tokens = torch.tensor([request.tree.tokens[node] for request, node in nodes], device=inputs.device)
         logits, states = self._network.step(step, self._network.begin(inputs) if step == 0 else inputs, tokens)
-        rows = [draft.draw_row(node) for draft, node in nodes]
+        rows = [request.draw_row(node) for request, node in nodes]
         distributions = predict_draws(logits, rows, self._width, self._network.ids)
-        for (draft, node), state, distribution in zip(nodes, states, distributions, strict=True):
-            yield draft, draft.expand(node, state, distribution)
+        for (request, node), state, distribution in zip(nodes, states, distributions, strict=True):
+            yield request, request.expand(node, state, distribution)
 
 
 def _depth(pair: DraftNode) -> int:
-    draft, node = pair
-    return draft.tree.depths[node]
+    request, node = pair
+    return request.tree.depths[node]
 
 
 matches = is_mlp_speculator

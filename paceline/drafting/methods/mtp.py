@@ -156,7 +156,7 @@ class TransformersHead(HeadNetwork):
 
 
 def build(inputs: MethodInputs) -> Speculator:
-    return build_head_speculator(inputs, load_mtp(inputs.checkpoint, inputs.target, inputs.engine.slots))
+    return build_head_speculator(inputs, load_mtp(inputs.checkpoint, inputs.target, inputs.engine.slot_count))
 
 
 def matches(checkpoint: Checkpoint) -> bool:

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.tree import ROOT, TokenTree
-from paceline.core.verify import strategy_of
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.speculator import Opening, Speculator
-from paceline.drafting.tree_speculator import LookupDraft, LookupSpeculator
+from paceline.drafting.tree_speculator import LookupRequest, LookupSpeculator
 
 FIRST_TOKEN_PROBABILITY = 0.6
 NEXT_TOKEN_PROBABILITY = 0.85
@@ -25,7 +24,7 @@ this share of what the earlier branches leave. The target's calibration corrects
 
 
 @dataclass(slots=True, eq=False)
-class NGramDraft(LookupDraft):
+class NGramRequest(LookupRequest):
     """A request and the index of its runs."""
 
     ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -37,7 +36,7 @@ class NGramDraft(LookupDraft):
         return [self.tokens[end + i % period] for i in range(self.opening.max_depth)]
 
 
-class NGramSpeculator(LookupSpeculator[NGramDraft]):
+class NGramSpeculator(LookupSpeculator[NGramRequest]):
     """Method `ngram`."""
 
     method = "ngram"
@@ -47,29 +46,29 @@ class NGramSpeculator(LookupSpeculator[NGramDraft]):
         self._lengths = range(lookup_min, lookup_max + 1)
         self._width = tree_width
 
-    def new_draft(self, opening: Opening, tree: TokenTree) -> NGramDraft:
-        draft = NGramDraft(opening, tree, [])
-        self.index(draft, opening.tokens)
-        return draft
+    def new_request(self, opening: Opening, tree: TokenTree) -> NGramRequest:
+        request = NGramRequest(opening, tree, [])
+        self.index(request, opening.tokens)
+        return request
 
-    def index(self, draft: NGramDraft, tokens: Sequence[int]) -> None:
-        known = draft.tokens
+    def index(self, request: NGramRequest, tokens: Sequence[int]) -> None:
+        known = request.tokens
         for token in tokens:
             # A run is indexed when a token follows it, so the request's own end is never found.
             for length in self._lengths:
                 if length <= len(known):
-                    draft.ends.setdefault(tuple(known[-length:]), []).append(len(known))
+                    request.ends.setdefault(tuple(known[-length:]), []).append(len(known))
             known.append(token)
 
-    def add_nodes(self, draft: NGramDraft) -> list[int]:
-        tree = draft.tree
+    def add_nodes(self, request: NGramRequest) -> list[int]:
+        tree = request.tree
         new: list[int] = []
-        for end in self._occurrences(draft):
+        for end in self._occurrences(request):
             node, probability = ROOT, FIRST_TOKEN_PROBABILITY
-            for token in draft.continuation(end):
+            for token in request.continuation(end):
                 child = tree.child(node, token)
                 if child is None:
-                    if not draft.nodes_left:
+                    if not request.nodes_left:
                         return new
                     share = probability * (1 - probability) ** len(tree.children(node))
                     child = tree.add(node, token, math.log(share))
@@ -77,10 +76,10 @@ class NGramSpeculator(LookupSpeculator[NGramDraft]):
                 node, probability = child, NEXT_TOKEN_PROBABILITY
         return new
 
-    def _occurrences(self, draft: NGramDraft) -> Sequence[int]:
+    def _occurrences(self, request: NGramRequest) -> Sequence[int]:
         """The positions after earlier occurrences of the longest known run of last tokens, most recent first."""
         for length in reversed(self._lengths):
-            ends = draft.ends.get(tuple(draft.tokens[-length:])) if length <= len(draft.tokens) else None
+            ends = request.ends.get(tuple(request.tokens[-length:])) if length <= len(request.tokens) else None
             if ends:
                 return ends[: -self._width - 1 : -1]
         return ()
@@ -88,5 +87,5 @@ class NGramSpeculator(LookupSpeculator[NGramDraft]):
 
 def build(inputs: MethodInputs) -> Speculator:
     config = inputs.config
-    width = 1 if strategy_of(config).sampled_drafts else config.tree_width
+    width = 1 if config.strategy.sampled_drafts else config.tree_width
     return NGramSpeculator(config.prompt_lookup_min, config.prompt_lookup_max, width)

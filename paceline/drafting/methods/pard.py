@@ -15,7 +15,7 @@ from paceline.core.tree import TokenTree
 from paceline.drafting.draw_prediction import NetworkFacts
 from paceline.drafting.heads.head_config import mask_token
 from paceline.drafting.method_registry import MethodInputs
-from paceline.drafting.parallel_drafts import ContextSpans, MaskTokenSpeculator, ParallelDraft, RequestedPasses
+from paceline.drafting.parallel_drafts import ContextSpans, MaskTokenSpeculator, ParallelRequest, RequestedPasses
 from paceline.drafting.speculator import Opening, Speculator
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.model import Model
@@ -23,7 +23,7 @@ from paceline.model.model import Model
 MASK_KEYS = ("pard_token", "ptd_token_id")
 
 
-class PardSpeculator(MaskTokenSpeculator[ParallelDraft]):
+class PardSpeculator(MaskTokenSpeculator[ParallelRequest]):
     """Method `pard`."""
 
     method = "pard"
@@ -35,11 +35,11 @@ class PardSpeculator(MaskTokenSpeculator[ParallelDraft]):
         super().__init__(NetworkFacts.of_model(model), mask_token, ahead, tree_width, least_path_probability)
         self._model = model
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> ParallelDraft:
-        return ParallelDraft(opening, tree, history, floor, list(opening.tokens), self.position_limit)
+    def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> ParallelRequest:
+        return ParallelRequest(opening, tree, history, least_path_log_prob, list(opening.tokens), self.position_limit)
 
     def run_pass(
-        self, context: ContextSpans[ParallelDraft], asked: RequestedPasses[ParallelDraft]
+        self, context: ContextSpans[ParallelRequest], asked: RequestedPasses[ParallelRequest]
     ) -> tuple[Tensor, Tensor | None]:
         return self._model.run(*self.rows(context, asked)).logits, None
 

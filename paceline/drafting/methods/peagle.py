@@ -17,7 +17,7 @@ from paceline.drafting.heads.head_config import mask_token
 from paceline.drafting.heads.head_network import HeadNetwork, head_facts
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.methods.eagle3 import load_eagle3, target_layers
-from paceline.drafting.parallel_drafts import ContextSpans, HiddenStateDraft, MaskTokenSpeculator, RequestedPasses
+from paceline.drafting.parallel_drafts import ContextSpans, HiddenStateRequest, MaskTokenSpeculator, RequestedPasses
 from paceline.drafting.speculator import Opening, Speculator
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.target_weights import TargetWeights
@@ -27,7 +27,7 @@ __all__ = ["PEagleSpeculator", "build", "matches", "target_layers"]
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
-class PEagleSpeculator(MaskTokenSpeculator[HiddenStateDraft]):
+class PEagleSpeculator(MaskTokenSpeculator[HiddenStateRequest]):
     """Method `peagle`."""
 
     method = "peagle"
@@ -54,20 +54,26 @@ class PEagleSpeculator(MaskTokenSpeculator[HiddenStateDraft]):
         with torch.inference_mode():
             self._mask = network.encode(_mask_hidden(checkpoint, target, len(self.hidden_state_layers)))
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> HiddenStateDraft:
-        return HiddenStateDraft(opening, tree, history, floor, list(opening.tokens[1:]), self.position_limit)
+    def begin(
+        self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float
+    ) -> HiddenStateRequest:
+        return HiddenStateRequest(
+            opening, tree, history, least_path_log_prob, list(opening.tokens[1:]), self.position_limit
+        )
 
     def run_pass(
-        self, context: ContextSpans[HiddenStateDraft], asked: RequestedPasses[HiddenStateDraft]
+        self, context: ContextSpans[HiddenStateRequest], asked: RequestedPasses[HiddenStateRequest]
     ) -> tuple[Tensor, Tensor | None]:
         features = self._features(context, asked)
         rows, wanted = self.rows(context, asked)
         return self._network.run(rows, features, wanted).logits, self._network.ids
 
-    def _features(self, context: ContextSpans[HiddenStateDraft], asked: RequestedPasses[HiddenStateDraft]) -> Tensor:
+    def _features(
+        self, context: ContextSpans[HiddenStateRequest], asked: RequestedPasses[HiddenStateRequest]
+    ) -> Tensor:
         """[rows, h], in the order of `rows`."""
-        states = [state for draft, span in context for state in draft.states.take(len(span))]
-        roots = [state for draft, _ in asked for state in draft.states.take(1)]
+        states = [state for request, span in context for state in request.states.take(len(span))]
+        roots = [state for request, _ in asked for state in request.states.take(1)]
         features = self._network.encode(torch.stack(states + roots))
         parts = [features[: len(states)]]
         for root, (_, count) in zip(features[len(states) :], asked, strict=True):

@@ -24,14 +24,14 @@ from paceline.config import SpeculativeConfig
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.methods.suffix_automaton import SuffixAutomaton
-from paceline.drafting.methods.suffix_matches import NO_PARENT, SuffixBounds, SuffixDraft, best_draft
+from paceline.drafting.methods.suffix_matches import NO_PARENT, SuffixBounds, SuffixGuesses, best_guesses
 from paceline.drafting.methods.suffix_outputs import FinishedOutputs
 from paceline.drafting.speculator import Opening, Speculator
-from paceline.drafting.tree_speculator import LookupDraft, LookupSpeculator
+from paceline.drafting.tree_speculator import LookupRequest, LookupSpeculator
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class SuffixRequest(LookupDraft):
+class SuffixRequest(LookupRequest):
     """A request and the counts of its strings."""
 
     counts: SuffixAutomaton
@@ -40,16 +40,16 @@ class SuffixRequest(LookupDraft):
     def output(self) -> list[int]:
         return self.tokens[len(self.opening.tokens) - self.opening.output_tokens :]
 
-    def add(self, draft: SuffixDraft) -> list[int]:
-        """Add as much of `draft` to the tree as fits; return the new nodes."""
+    def add(self, guesses: SuffixGuesses) -> list[int]:
+        """Add as many of `guesses` to the tree as fits; return the new nodes."""
         nodes = {NO_PARENT: ROOT}
         new: list[int] = []
-        for i, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+        for i, (parent, token) in enumerate(zip(guesses.parents, guesses.tokens, strict=True)):
             node = self.tree.child(nodes[parent], token)
             if node is None:
                 if not self.nodes_left:
                     return new
-                node = self.tree.add(nodes[parent], token, math.log(draft.probabilities[i]))
+                node = self.tree.add(nodes[parent], token, math.log(guesses.probabilities[i]))
                 new.append(node)
             nodes[i] = node
         return new
@@ -68,33 +68,33 @@ class SuffixSpeculator(LookupSpeculator[SuffixRequest]):
         self._factor = config.suffix_decoding_max_spec_factor
         self._outputs = FinishedOutputs(self._depth, self._width, config.suffix_decoding_max_cached_requests)
 
-    def new_draft(self, opening: Opening, tree: TokenTree) -> SuffixRequest:
+    def new_request(self, opening: Opening, tree: TokenTree) -> SuffixRequest:
         request = SuffixRequest(opening, tree, [], counts=SuffixAutomaton(self._depth, self._width))
         self.index(request, opening.tokens)
         return request
 
-    def index(self, draft: SuffixRequest, tokens: Sequence[int]) -> None:
+    def index(self, request: SuffixRequest, tokens: Sequence[int]) -> None:
         for token in tokens:
-            draft.counts.append(token)
-        draft.tokens += tokens
+            request.counts.append(token)
+        request.tokens += tokens
 
     def close(self, request_id: int) -> None:
         """Forget a request, but keep its output for later requests."""
-        if request := self._drafts.get(request_id):
+        if request := self._requests.get(request_id):
             self._outputs.add(request.output, request.opening.cache_salt)
         super().close(request_id)
 
-    def add_nodes(self, draft: SuffixRequest) -> list[int]:
-        return draft.add(self._best_draft(draft)) if draft.opening.max_nodes else []
+    def add_nodes(self, request: SuffixRequest) -> list[int]:
+        return request.add(self._best_guesses(request)) if request.opening.max_nodes else []
 
-    def _best_draft(self, request: SuffixRequest) -> SuffixDraft:
+    def _best_guesses(self, request: SuffixRequest) -> SuffixGuesses:
         depths = self._depth_by_match_length(request.opening.max_depth)
         bounds = SuffixBounds(depths, request.opening.max_nodes, self._least)
-        local = best_draft(SuffixDraft(), request.counts, request.counts.matches(), bounds)
+        local = best_guesses(SuffixGuesses(), request.counts, request.counts.matches(), bounds)
         outputs = self._outputs.tree(request.opening.cache_salt)
         if outputs is None:
             return local
-        return best_draft(local, outputs, outputs.matches(request.tokens[-self._depth :]), bounds)
+        return best_guesses(local, outputs, outputs.matches(request.tokens[-self._depth :]), bounds)
 
     def _depth_by_match_length(self, max_depth: int) -> list[int]:
         depths = (min(int(length * self._factor + 1e-6), max_depth) for length in range(self._depth + 1))

@@ -15,7 +15,7 @@ Continuation = tuple[int, int, StateT]
 """How often a string occurs followed by a token, the token, and the state of both together."""
 
 NO_PARENT = -1
-"""In `SuffixDraft.parents`: a child of the root."""
+"""In `SuffixGuesses.parents`: a child of the root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SuffixCounts(Protocol[StateT]):
 
 
 @dataclass(slots=True)
-class SuffixDraft:
+class SuffixGuesses:
     """A tree of draft tokens, likeliest paths first, so parents come before children."""
 
     parents: list[int] = field(default_factory=list)
@@ -61,9 +61,9 @@ class SuffixBounds:
         return max(self.depth_by_match_length[length] for length in lengths)
 
 
-def best_draft(
-    best: SuffixDraft, counts: SuffixCounts[StateT], matches: Iterable[SuffixMatch[StateT]], bounds: SuffixBounds
-) -> SuffixDraft:
+def best_guesses(
+    best: SuffixGuesses, counts: SuffixCounts[StateT], matches: Iterable[SuffixMatch[StateT]], bounds: SuffixBounds
+) -> SuffixGuesses:
     """The draft with the highest score among `best` and those of these matches. Of equals `best`, then the longest
     match.
 
@@ -75,17 +75,17 @@ def best_draft(
         depth = min(bounds.longest(match.lengths), bounds.nodes)
         if not depth or depth < best.score:
             break
-        draft = draft_from_match(counts, match, depth, bounds)
-        if (draft.score, match.lengths[0]) > (best.score, matched):
-            best, matched = draft, match.lengths[0]
+        guesses = guesses_of_match(counts, match, depth, bounds)
+        if (guesses.score, match.lengths[0]) > (best.score, matched):
+            best, matched = guesses, match.lengths[0]
     return best
 
 
-def draft_from_match(
+def guesses_of_match(
     counts: SuffixCounts[StateT], match: SuffixMatch[StateT], depth: int, bounds: SuffixBounds
-) -> SuffixDraft:
+) -> SuffixGuesses:
     """The likeliest continuations of a match."""
-    draft = SuffixDraft()
+    guesses = SuffixGuesses()
     frontier: list[tuple[float, int, int, int, int, float, int, StateT]] = []
     serial = 0  # breaks ties by age, so that states are never compared
 
@@ -99,12 +99,12 @@ def draft_from_match(
             heapq.heappush(frontier, (-path * probability, serial, parent, level, token, probability, times, following))
 
     push(NO_PARENT, 1, 1.0, match.count, match.state)
-    while frontier and len(draft.tokens) < bounds.nodes:
+    while frontier and len(guesses.tokens) < bounds.nodes:
         negative, _, parent, level, token, probability, times, state = heapq.heappop(frontier)
-        draft.parents.append(parent)
-        draft.tokens.append(token)
-        draft.probabilities.append(probability)
-        draft.score -= negative
+        guesses.parents.append(parent)
+        guesses.tokens.append(token)
+        guesses.probabilities.append(probability)
+        guesses.score -= negative
         if level < depth:
-            push(len(draft.tokens) - 1, level + 1, -negative, times, state)
-    return draft
+            push(len(guesses.tokens) - 1, level + 1, -negative, times, state)
+    return guesses

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from paceline.launcher import FAILED
 from paceline.model.parallel.host_port import HostPort
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ GOODBYE = b"."
 WELCOME = b"+"
 """Rank 0's reply to a rank that it accepts."""
 RANK = struct.Struct("<I")
-FAILED = 1
 CONNECT_S = 60.0
 GREETING_S = 5.0
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 5, 5, 3

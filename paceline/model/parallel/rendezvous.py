@@ -153,8 +153,9 @@ def _store(address: HostPort, *, is_rank_zero: bool) -> TCPStore:
 def _init_process_group(address: HostPort, store: TCPStore, rank: int, engine: EngineConfig) -> TensorParallelGroup:
     device = torch.device(engine.device)
     if device.type == "cuda":
-        os.environ["LOCAL_RANK"] = str(device.index or 0)  # transformers loads a shard to this device
-        torch.cuda.set_device(device)
+        index = device.index or 0
+        os.environ["LOCAL_RANK"] = str(index)  # transformers loads a shard to this device
+        torch.cuda.set_device(index)
     if address.loopback:
         _use_loopback_interface()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.parsing.events import Content, ToolCall
-from paceline.parsing.json_text import call_arguments
+from paceline.parsing.events import Content
+from paceline.parsing.json_text import call_by_name
 from paceline.parsing.text_reader import NAME, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
@@ -35,11 +35,8 @@ def _call(reader: TextReader, index: int) -> Steps[bool]:
         return False
     name = (yield from reader.run(NAME)) or name
     yield from reader.skip(FENCE + "json")
-    if not name or (yield from reader.peek()) != "{":
+    if not (yield from call_by_name(reader, index, name)):
         return False
-    reader.commit()
-    yield ToolCall(index, name)
-    yield from call_arguments(reader, index)
     for marker in (FENCE, END, CALLS_END):
         yield from reader.skip(marker)
     return True

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.parsing.call_list import call_list
-from paceline.parsing.events import Content, ToolCall
-from paceline.parsing.json_text import call_arguments, call_object
+from paceline.parsing.events import Content
+from paceline.parsing.json_text import call_by_name, call_object
 from paceline.parsing.text_reader import NAME, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
@@ -33,11 +33,8 @@ def _named_call(reader: TextReader, index: int) -> Steps[bool]:
     if (yield from reader.skip(CALL_ID)):
         yield from reader.run(NAME)  # ids are ours
     yield from reader.skip(ARGS)
-    if not name or (yield from reader.peek()) != "{":
+    if not (yield from call_by_name(reader, index, name)):
         return False
-    reader.commit()
-    yield ToolCall(index, name)
-    yield from call_arguments(reader, index)
     yield from reader.space()
     return True
 

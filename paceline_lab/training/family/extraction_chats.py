@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline_lab.training.family.docstring_chats import Chat
 
@@ -91,3 +92,18 @@ KINDS = (
         {"title": _name, "author": _name, "year": _year},
     ),
 )
+
+
+def record_schemas() -> list[dict[str, Any]]:
+    """A JSON schema for the records of each kind."""
+    rng = random.Random(0)
+    types = {str: "string", int: "integer"}
+    return [
+        {
+            "type": "object",
+            "properties": {name: {"type": types[type(value(rng))]} for name, value in kind.fields.items()},
+            "required": list(kind.fields),
+            "additionalProperties": False,
+        }
+        for kind in KINDS
+    ]

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline_services.gateway.http.server_sent_event import encode_json
 
 Json = dict[str, Any]
 
@@ -102,6 +103,7 @@ def tool_input(arguments: str) -> Json:
     """The arguments of a call as an object. The output may end amid them; then what is complete, as clients have it."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        encode_json(value)  # 1e999 is a number that cannot be sent
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {INVALID_JSON: arguments}

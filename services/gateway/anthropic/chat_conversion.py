@@ -21,6 +21,15 @@ Json = dict[str, Any]
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 """The levels that chat templates know."""
+FIELDS = (
+    (r"^messages\b.*", "messages"),
+    (r"^stop\b", "stop_sequences"),
+    (r"^response_format(\.json_schema)?", "output_config.format"),
+    (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    (r"^(tools\[\d+\])\.function", r"\1"),
+    (r"^prompt_cache_key$", "metadata.user_id"),
+)
+"""Fields of chat completions, as patterns, and what they are called here."""
 
 
 class MessagesChatBody(ChatBody):
@@ -30,7 +39,7 @@ class MessagesChatBody(ChatBody):
 
 
 def chat_body(body: CountTokensBody) -> MessagesChatBody:
-    """The chat completion. Raises `InvalidRequestError`."""
+    """The chat completion. Errors name its own fields: see `FIELDS`."""
     fields = _prompt_fields(body) | (_generation_fields(body) if isinstance(body, MessagesBody) else {})
     try:
         return MessagesChatBody.model_validate({name: value for name, value in fields.items() if value is not None})

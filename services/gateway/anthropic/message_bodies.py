@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from paceline_services.gateway.anthropic.content_blocks import InputMessage, LenientBody, Texts
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.http.field_types import Body, Unsupported
 from paceline_services.gateway.openai.bodies import (
     INT32_MAX,
     MAX_STOP_LENGTH,
@@ -15,8 +16,7 @@ from paceline_services.gateway.openai.bodies import (
     SpeculativeLimits,
     as_speculative,
 )
-from paceline_services.gateway.openai.field_types import Body, Unsupported
-from paceline_services.gateway.structure_fields import Schema
+from paceline_services.gateway.structured.structure_fields import Schema
 
 MAX_INPUT_MESSAGES = 100_000
 """Anthropic's limit; chat completions have a lower one."""

@@ -15,12 +15,12 @@ from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline_services.gateway.anthropic.block_stream import BlockStream, whole_blocks
 from paceline_services.gateway.anthropic.message_bodies import MessagesBody
 from paceline_services.gateway.api_errors import ApiError
-from paceline_services.gateway.error_shape import messages_error
+from paceline_services.gateway.http.error_shape import messages_error
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
-from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
-from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.usage import RequestUsage
 
 Json = dict[str, Any]
 
@@ -83,8 +83,9 @@ class MessageResponse:
             stop_reason = "model_context_window_exceeded" if shortened else "max_tokens"
         elif isinstance(last.stop_reason, str):
             stop_reason, stop_sequence = "stop_sequence", last.stop_reason
-        else:
-            stop_reason = "tool_use" if self._blocks.called else "end_turn"
+        else:  # a client would run a call that an abort has cut off
+            aborted = last.finish_reason == FinishReason.CANCELLED
+            stop_reason = "tool_use" if self._blocks.called and not aborted else "end_turn"
         return {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
 
     def _token_counts(self) -> Json:

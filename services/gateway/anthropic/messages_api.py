@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from paceline_services.gateway.anthropic.chat_conversion import chat_body
+from paceline_services.gateway.anthropic.chat_conversion import FIELDS, chat_body
 from paceline_services.gateway.anthropic.message_bodies import CountTokensBody, MessagesBody
 from paceline_services.gateway.anthropic.message_response import MessageResponse, error_event
-from paceline_services.gateway.error_shape import MESSAGES_PATH
+from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.http.auth_middleware import client_of
+from paceline_services.gateway.http.error_shape import MESSAGES_PATH
+from paceline_services.gateway.http.event_stream import EventStream, while_connected
+from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
+from paceline_services.gateway.http.http_metrics import SPAN
+from paceline_services.gateway.http.resumption import numbered, open_journal
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
-from paceline_services.gateway.openai.auth_middleware import client_of
 from paceline_services.gateway.openai.chat_prompt import render_chat
-from paceline_services.gateway.openai.event_stream import EventStream, while_connected
-from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID_HEADER, SPAN
 from paceline_services.gateway.openai.prompt_encoding import encode
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.openai.request_trace import start_request_span, traced
-from paceline_services.gateway.openai.resumption import numbered, open_journal
+from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
+from paceline_services.gateway.request_trace import start_request_span, traced
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
 NULLABLE_TEXT: dict[str, Any] = {"type": ["string", "null"]}
@@ -68,8 +72,10 @@ def add_messages_api(app: FastAPI, models: ModelDirectory, journals: Journals) -
         journal = await open_journal(request, models, journals)
         body = parse_body(journal.body, MessagesBody)
         model = models.model(body.model)
-        client, chat = client_of(request), chat_body(body)
-        requests = await build_requests(chat, model, journal.id, client, journal.headers, span)
+        client = client_of(request)
+        with _errors_named_as_here():
+            chat = chat_body(body)
+            requests = await build_requests(chat, model, journal.id, client, journal.headers, span)
         response = MessageResponse(body, chat, requests[0], model)
         output = journal.deltas(model, requests, client, streamed=bool(body.stream))
         deltas = traced(span, model.model, requests, output, streamed=bool(body.stream))
@@ -83,10 +89,20 @@ def add_messages_api(app: FastAPI, models: ModelDirectory, journals: Journals) -
     async def count_tokens(request: Request) -> Response:
         body = parse_body(await read_body(request, models), CountTokensBody)
         model = models.model(body.model)
-        chat = chat_body(body)
-        text = render_chat(chat, model.tokenizer)
+        with _errors_named_as_here():
+            chat = chat_body(body)
+            text = render_chat(chat, model.tokenizer)
         with model.counting_rejections():
             tokens = await encode(text, model.tokenizer, add_special_tokens=chat.add_special_tokens)
         return JsonResponse({"input_tokens": len(tokens)})
 
     describe(app, DESCRIPTION)
+
+
+@contextmanager
+def _errors_named_as_here() -> Iterator[None]:
+    """Let errors about the chat completion name the fields of this API."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise error.renamed(FIELDS) from error

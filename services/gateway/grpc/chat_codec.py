@@ -9,22 +9,20 @@ from pydantic_core import from_json
 from paceline.core.messages import Delta
 from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall
 from paceline.v1 import inference_pb2 as pb
+from paceline.wire.field_codec import set_fields
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.openai.chat_output import ChatOutput
 
 Json = dict[str, Any]
 
-SAME_FIELDS = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning")
-"""Fields of a chat that the HTTP body has under the same names."""
-
 
 def chat_fields(chat: pb.GenerateRequest.Chat) -> Json:
-    """The HTTP body's fields. Raises `InvalidRequestError`."""
-    fields = {name: getattr(chat, name) for name in SAME_FIELDS if chat.HasField(name)}
-    if chat.HasField("tool_name"):
-        fields["tool_choice"] = {"type": "function", "function": {"name": chat.tool_name}}
+    """The HTTP body's fields, most of which have the same names. Raises `InvalidRequestError`."""
+    fields = set_fields(chat)
+    if "tool_name" in fields:
+        fields["tool_choice"] = {"type": "function", "function": {"name": fields.pop("tool_name")}}
     tools = [_tool(tool, index) for index, tool in enumerate(chat.tools)]
-    return {"messages": [_message(message) for message in chat.messages], "tools": tools, **fields}
+    return {**fields, "messages": [_message(message) for message in chat.messages], "tools": tools}
 
 
 def add_parts(response: pb.GenerateResponse, delta: Delta, output: ChatOutput) -> None:

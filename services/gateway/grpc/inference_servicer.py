@@ -15,6 +15,7 @@ from paceline.telemetry.tracing import TraceSpan
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
+from paceline.wire.field_codec import set_fields
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.interceptors import Statuses
 from paceline_services.gateway.api_errors import (
@@ -31,6 +32,7 @@ from paceline_services.gateway.api_errors import (
 from paceline_services.gateway.auth import ApiClient, Authenticator
 from paceline_services.gateway.grpc.chat_codec import chat_fields
 from paceline_services.gateway.grpc.generate_responses import GenerateResponses
+from paceline_services.gateway.http.event_stream import ClientGoneError, send_within_timeout
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.bodies import (
     ChatBody,
@@ -40,10 +42,9 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeTextBody,
 )
 from paceline_services.gateway.openai.chat_prompt import encode_body
-from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
 from paceline_services.gateway.openai.prompt_encoding import decode
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.openai.request_trace import recording_failure, start_request_span, traced
+from paceline_services.gateway.request_trace import recording_failure, start_request_span, traced
 
 
 class ClientNotReadingError(ClientGoneError):
@@ -68,8 +69,10 @@ STATUSES: Statuses = {
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata: when a client may retry (gRFC A6)."""
 
-LISTS = frozenset({"stop_token_ids", "allowed_token_ids", "logprob_token_ids", "bad_words"})
-"""Repeated fields of `GenerateRequest.Sampling`."""
+STRUCTURES = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+"""The keys of the HTTP body's `structured_outputs`, by field of `GenerateRequest`."""
+CONVERTED_FIELDS = frozenset({"text", "tokens", "chat", "sampling", "speculative", *STRUCTURES})
+"""Fields of `GenerateRequest` that the HTTP body has in another form. It has all others under the same names."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -107,10 +110,9 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             with self._authenticated(context) as client:
                 self._models.check_capacity()
-                model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
-                body = _body(request)
                 with self._traced(request, metadata) as span:
+                    model, body = self._models.model(request.model or None), _body(request)
                     requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata, span)
                     responses = GenerateResponses(body, requests, model)
                     output = model.generate_all(requests, client)
@@ -194,7 +196,7 @@ async def _write(context: Context, response: pb.GenerateResponse) -> None:
 
 def _body(request: pb.GenerateRequest) -> GenerationBody:
     """The HTTP body that a request corresponds to. Raises `InvalidRequestError`."""
-    fields = _fields(request)
+    fields = _body_fields(request)
     try:
         match request.WhichOneof("prompt"):
             case "text":
@@ -225,26 +227,14 @@ def _tokenize_body(request: pb.TokenizeRequest) -> TokenizeTextBody | TokenizeCh
     raise InvalidRequestError("one of text and chat must be set", param="prompt")
 
 
-def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
+def _body_fields(request: pb.GenerateRequest) -> dict[str, Any]:
     """The fields of the HTTP body, without its prompt."""
-    sampling = request.sampling
-    fields: dict[str, Any] = {"max_tokens": CompletionBody.default_max_tokens}
-    for descriptor, value in sampling.ListFields():
-        fields[descriptor.name] = list(value) if descriptor.name in LISTS else value
-    fields["logit_bias"] = dict(sampling.logit_bias)
-    for name in ("n", "truncate_prompt_tokens", "stream_interval", "cache_salt"):
-        fields[name] = getattr(request, name) if request.HasField(name) else None
-    if request.echo:
-        fields["echo"] = True
-    speculative = {descriptor.name: value for descriptor, value in request.speculative.ListFields()}
-    fields["speculation_stats"] = speculative.pop("report", False)
-    structure = request.WhichOneof("structure")
-    keys = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
-    return fields | {
-        "structured_outputs": {keys[structure]: getattr(request, structure)} if structure else None,
-        "model": request.model or None,
-        "stop": list(request.stop) or None,
+    given, speculative = set_fields(request), set_fields(request.speculative)
+    return {
+        "max_tokens": CompletionBody.default_max_tokens,
+        **set_fields(request.sampling),
+        **{name: value for name, value in given.items() if name not in CONVERTED_FIELDS},
+        "structured_outputs": {key: given[name] for name, key in STRUCTURES.items() if name in given} or None,
+        "speculation_stats": speculative.pop("report", False),
         "speculative": speculative or None,
-        "request_id": request.request_id or None,
-        "priority": request.priority,
     }

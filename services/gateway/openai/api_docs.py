@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
+from paceline_services.gateway.http.operations import AbortBody
 from paceline_services.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -19,7 +20,6 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
-from paceline_services.gateway.openai.operations import AbortBody
 
 Json = dict[str, Any]
 

@@ -11,8 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, field
 
 from paceline.config import SamplingParams
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.openai.chat_message import ChatMessage
-from paceline_services.gateway.openai.field_types import (
+from paceline_services.gateway.http.field_types import (
     IDS,
     TEXT,
     TEXTS,
@@ -23,8 +22,9 @@ from paceline_services.gateway.openai.field_types import (
     Unused,
     any_of,
 )
+from paceline_services.gateway.openai.chat_message import ChatMessage
 from paceline_services.gateway.openai.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
-from paceline_services.gateway.structured_output import ResponseFormat, StructuredOutputs
+from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
@@ -43,6 +43,10 @@ MAX_LOGPROB_TOKENS = 128
 MAX_SALT = 1024
 MAX_REQUEST_ID = 128
 """Characters."""
+ONE_PROMPT = (TEXT | {"minLength": 1}, IDS | {"minItems": 1})
+"""JSON schemas of a text and of token ids."""
+MAX_SESSION = 1024
+"""Characters of a session's name, which is hashed once for each completion and target."""
 INT32_MAX = 2**31 - 1
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -102,7 +106,7 @@ SHARED_FIELDS = frozenset(SamplingParams.model_fields) - OWN_FIELDS
 
 if TYPE_CHECKING:
     SamplingBody = Body
-else:
+else:  # a body with all of SHARED_FIELDS; None: the client leaves the field out
     SamplingBody = create_model(
         "SamplingBody",
         __base__=Body,
@@ -182,9 +186,10 @@ class GenerationBody(SamplingBody):
     store: Unused = None
     service_tier: Unused = None
     safety_identifier: Unused = None
-    prompt_cache_key: Annotated[str | None, Field(description="requests with the same one go to the same target")] = (
-        None
-    )
+    prompt_cache_key: Annotated[
+        str | None,
+        Field(max_length=MAX_SESSION, description="requests with the same one go to the same target"),
+    ] = None
     prompt_cache_retention: Unused = None
 
     @model_validator(mode="after")
@@ -238,7 +243,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         list[str] | list[list[int]],
         Field(max_length=MAX_PROMPTS),
-        any_of(TEXT, TEXTS, IDS, {"type": "array", "items": IDS}),
+        any_of(*ONE_PROMPT, *({"type": "array", "items": each, "minItems": 1} for each in ONE_PROMPT)),
     ]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import from_json
 
-from paceline_services.gateway.openai.field_types import TEXT, Body, any_of
+from paceline_services.gateway.http.field_types import TEXT, TEXT_PARTS, Body, any_of
 
 
 class ExtensibleBody(Body):
@@ -44,9 +44,7 @@ class MessageToolCall(ExtensibleBody):
 
 class ChatMessage(ExtensibleBody):
     role: str = Field(min_length=1)
-    content: Annotated[str | None, any_of(TEXT, {"type": "array", "items": {"type": "object"}}, {"type": "null"})] = (
-        None
-    )
+    content: Annotated[str | None, any_of(TEXT, TEXT_PARTS, {"type": "null"})] = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None

@@ -20,6 +20,8 @@ class EchoedPrompt:
     """By token, the characters of the text before it. Empty if the text is the client's own."""
     log_probs: list[LogProbs] = field(default_factory=list)
     """Of the tokens from the second one on, as far as they have come."""
+    ended: bool = False
+    """Whether the first completion has ended, so that no more log-probabilities come."""
 
     @classmethod
     def of(cls, body: CompletionBody, index: int, tokens: Sequence[int], tokenizer: Tokenizer) -> EchoedPrompt:
@@ -41,14 +43,17 @@ class EchoedPrompt:
 
     @property
     def scored(self) -> bool:
-        """Whether the log-probabilities of all tokens have come."""
-        return len(self.log_probs) >= len(self.tokens) - 1
+        """Whether all log-probabilities have come that will come."""
+        return self.ended or len(self.log_probs) >= len(self.tokens) - 1
 
     def add(self, delta: Delta) -> None:
         """Take the prompt's log-probabilities from a delta of its first completion."""
         for part in delta.prompt_log_probs:
             self.log_probs += part.entries
+        self.ended |= delta.finish_reason is not None
 
     def entries(self, top: int) -> list[LogProbs | None]:
-        """One per token, with the `top` most probable tokens; None for the first token."""
-        return [None, *(LogProbs(each.log_prob, each.top[:top], each.rank) for each in self.log_probs)]
+        """One per token, with the `top` most probable tokens. None for the first token, and for tokens that an aborted
+        request has not scored."""
+        scored = [LogProbs(each.log_prob, each.top[:top], each.rank) for each in self.log_probs]
+        return [None, *scored, *[None] * (len(self.tokens) - 1 - len(scored))]

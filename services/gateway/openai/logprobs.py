@@ -59,19 +59,20 @@ def chat_log_probs(delta: Delta, spelling: TokenSpelling) -> Json:
 def prompt_log_probs(
     prompt: Sequence[int], log_probs: Sequence[LogProbs], top: int, tokenizer: Tokenizer
 ) -> list[Json | None]:
-    """By position the prompt's token and the `top` most probable ones, by id; null for the first token."""
+    """By position the prompt's token and the `top` most probable ones, by id.
+
+    Null for the first token, and for tokens behind the last of `log_probs`: an aborted request has not scored them.
+    """
 
     def known(token: int, log_prob: float, rank: int) -> Json:
         return {"logprob": _finite(log_prob), "rank": rank or None, "decoded_token": spelled(token, tokenizer)}
 
-    return [
-        None,
-        *(
-            {str(token): known(token, each.log_prob, each.rank)}
-            | {str(other): known(other, value, rank) for rank, (other, value) in enumerate(each.top[:top], 1)}
-            for token, each in zip(prompt[1:], log_probs, strict=True)
-        ),
+    scored = [
+        {str(token): known(token, each.log_prob, each.rank)}
+        | {str(other): known(other, value, rank) for rank, (other, value) in enumerate(each.top[:top], 1)}
+        for token, each in zip(prompt[1:], log_probs, strict=False)
     ]
+    return [None, *scored, *[None] * (len(prompt) - 1 - len(scored))]
 
 
 def spelled(token: int, tokenizer: Tokenizer) -> str:

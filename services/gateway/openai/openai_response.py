@@ -24,8 +24,8 @@ from paceline_services.gateway.openai.logprobs import (
     prompt_log_probs,
     spelled,
 )
-from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.usage import RequestUsage
 
 Json = dict[str, Any]
 
@@ -236,8 +236,9 @@ class CompletionResponse(OpenAIResponse):
         if not self._scores_echo:
             yield from super().chunks(index, delta)
             return
-        prompt = index // self._choices
-        self._echoed[prompt].add(delta)
+        prompt, choice = divmod(index, self._choices)
+        if choice == 0:
+            self._echoed[prompt].add(delta)
         self._waiting[prompt].append((index, delta))
         if not self._echoed[prompt].scored:
             return

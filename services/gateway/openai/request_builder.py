@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
+from paceline.config.sampling_params import TOKEN_ID_FIELDS
 from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.parsing.grammar_start import AT_ONCE, GrammarStart
 from paceline.target_features import NO_OUTPUT, needed_features
@@ -18,7 +19,6 @@ from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_prompt import render_chat
-from paceline_services.gateway.openai.http_metrics import REQUEST_ID_HEADER
 from paceline_services.gateway.openai.output_parsing import OutputParsing, output_parsing
 from paceline_services.gateway.openai.prompt_encoding import (
     bad_word_tokens,
@@ -27,13 +27,12 @@ from paceline_services.gateway.openai.prompt_encoding import (
     encode,
     encode_prompts,
 )
-from paceline_services.gateway.openai.tool_choice import forced_grammar
+from paceline_services.gateway.openai.tool_choice import forced_grammar, forced_tools
+from paceline_services.gateway.request_headers import LABELS_HEADER, REQUEST_ID_HEADER, SESSION_HEADER
 from paceline_services.gateway.served_model import ServedModel
 
-SESSION_HEADER = "x-session-id"
-"""Names the request's conversation, in place of the body's `prompt_cache_key`: its requests go to the same target."""
-LABELS_HEADER = "x-target-labels"
-"""Labels that the request's target must have."""
+GRAMMAR_START = ("grammar_begins_after", "grammar_waits_if")
+"""Parameters of a grammar behind a model's reasoning. No body has them."""
 MAX_PROMPT_LOG_PROBS = 262_144
 """Log-probabilities of the tokens of prompts that one response may hold. A million of them are a body of some 70 MB."""
 
@@ -120,7 +119,7 @@ def build_sampling(
         sampling = SamplingParams(**given, max_tokens=max(1, given.get("min_tokens", 0)))
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+    for name in TOKEN_ID_FIELDS:
         check_ids(name, getattr(sampling, name), description.vocabulary_size)
     return sampling
 
@@ -209,10 +208,17 @@ def _features(
     if needed and not model.fleet.offers(labels | needed):
         lacking = [each for each in sorted(needed) if not model.fleet.offers(labels | {each})] or sorted(needed)
         fields = {NO_OUTPUT: length, "prompt_logprobs": _prompt_log_probs_field(body)}
-        name = fields.get(lacking[0], lacking[0])
+        name = _grammar_field(body) if lacking[0] in GRAMMAR_START else fields.get(lacking[0], lacking[0])
         message = f"{name}: no target that is up can do it: its build is too old, or its engine does not have it"
         raise InvalidRequestError(message, param=name)
     return needed
+
+
+def _grammar_field(body: GenerationBody) -> str:
+    """The field that asks for the grammar."""
+    if isinstance(body, ChatBody) and forced_tools(body):
+        return "tool_choice"
+    return "structured_outputs" if body.response_format is None else "response_format"
 
 
 def _check_prompt_log_probs(body: GenerationBody, prompts: Sequence[Sequence[int]]) -> None:

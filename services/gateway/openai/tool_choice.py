@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.forced_calls import ForcedCalls
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.output_parsing import tool_format
 from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.structured.forced_calls import ForcedCalls
 
 
 async def forced_grammar(body: ChatBody, model: ServedModel) -> str:
     """The grammar of the calls that the request forces on the model; "": it forces none.
 
-    Raises `InvalidRequestError` or `OverloadedError`.
+    A `response_format` is one of the text, and calls that are forced leave no text. Raises `InvalidRequestError` or
+    `OverloadedError`.
     """
     form, tools = tool_format(body, model), forced_tools(body)
     if form is None or not tools:
         return ""
-    text_format = body.response_format if body.response_format and body.response_format.type != "text" else None
-    if body.structured_outputs or text_format:
-        message = "tool_choice: a forced call and a format of the text cannot both say what the output must be"
+    if body.structured_outputs:
+        message = "tool_choice: a forced call and structured_outputs cannot both say what the output must be"
         raise InvalidRequestError(message, param="tool_choice")
     parallel = body.tool_choice == "required" and body.parallel_tool_calls is not False
     calls = ForcedCalls(form, tools, parallel, model.output_format.reasoning)

@@ -104,7 +104,7 @@ def _gateway(worker: RegisteredWorker) -> Json:
 
 def _target(target: TargetConnection) -> Json:
     """Its load from the link, which is newer, while requests of this gateway run there; else from its heartbeat."""
-    description, heartbeat = target.link.description, target.heartbeat
+    description, registered_load = target.link.description, target.registered_load
     load = target.link.load if target.requests else None
     return {
         "id": target.record.worker_id,
@@ -113,9 +113,9 @@ def _target(target: TargetConnection) -> Json:
         "method": description.method,
         "labels": list(description.labels),
         "slots": description.slots,
-        "free_slots": load.free_slots if load else heartbeat.get("free_slots", description.slots),
-        "running": load.running if load else heartbeat.get("running", 0.0),
-        "waiting": load.waiting if load else heartbeat.get("waiting", 0.0),
+        "free_slots": load.free_slots if load else registered_load.get("free_slots", description.slots),
+        "running": load.running if load else registered_load.get("running", 0.0),
+        "waiting": load.waiting if load else registered_load.get("waiting", 0.0),
         "step_s": load.step_s if load else 0.0,
     }
 

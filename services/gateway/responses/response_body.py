@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
+from paceline_services.gateway.http.field_types import TEXT, UNUSED, Body, Unsupported, Unused, any_of
 from paceline_services.gateway.openai.bodies import MAX_MESSAGES, SHARED_FIELDS, ChatBody, ReasoningEffort
-from paceline_services.gateway.openai.field_types import TEXT, Body, Unsupported, Unused, any_of
 from paceline_services.gateway.responses.input_items import OBJECTS, InputItem, ItemId
-from paceline_services.gateway.structured_output import JsonSchema
+from paceline_services.gateway.structured.structured_output import JsonSchema
 
 Json = dict[str, Any]
 
 MAX_METADATA = 16
 LOG_PROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
-PASSED_ON = SHARED_FIELDS | {
+PASSED_ON = (SHARED_FIELDS - {"prompt_logprobs"}) | {
     "bad_words",
     "cache_salt",
     "chat_template_kwargs",
     "ignore_eos",
     "include_reasoning",
     "include_stop_str_in_output",
-    "logit_bias",
     "parallel_tool_calls",
+    "priority",
     "prompt_cache_key",
     "skip_special_tokens",
     "speculation_stats",
@@ -33,9 +33,9 @@ PASSED_ON = SHARED_FIELDS | {
     "stop",
     "stop_token_ids",
     "structured_outputs",
-    "top_k",
 }
-"""Fields that a chat completion has, too, under the same names and with the same meaning."""
+"""Fields that a chat completion has, too, under the same names and with the same meaning. A response has no place for
+log-probabilities of the prompt."""
 
 if TYPE_CHECKING:
 
@@ -74,6 +74,13 @@ class FunctionDeclaration(Body):
         fields = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
         given = {name: value for name, value in fields.items() if value is not None}
         return {"type": "function", "function": {"name": self.name, **given}}
+
+
+def _without_search(tools: Any) -> Any:
+    """Without OpenAI's search in the web, which agents offer unasked: nothing here can run it."""
+    if not isinstance(tools, list):
+        return tools
+    return [each for each in tools if not (isinstance(each, dict) and each.get("type") == "web_search")]
 
 
 class FunctionChoice(Body):
@@ -164,7 +171,7 @@ class ResponseBody(ChatFieldsPassedOn):
     ]
     instructions: str | None = None
     previous_response_id: ItemId | None = None
-    tools: list[FunctionDeclaration] | None = None
+    tools: Annotated[list[FunctionDeclaration] | None, BeforeValidator(_without_search)] = None
     tool_choice: ResponseToolChoice | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -194,16 +201,17 @@ class ResponseBody(ChatFieldsPassedOn):
     stream_options: ResponseStreamOptions | None = None
     background: Annotated[bool | None, Field(description="answer at once; the response is read later")] = None
 
+    client_metadata: Unused = None
     conversation: Unsupported = None
     context_management: Unsupported = None
     moderation: Unsupported = None
     prompt: Unsupported = None
-    max_tool_calls: Unused = None
+    max_tool_calls: Annotated[int | None, UNUSED] = None
     prompt_cache_options: Unused = None
     prompt_cache_retention: Unused = None
-    safety_identifier: Unused = None
+    safety_identifier: Annotated[str | None, UNUSED] = None
     service_tier: Unused = None
-    user: Unused = None
+    user: Annotated[str | None, UNUSED] = None
 
     @model_validator(mode="after")
     def _kept_in_background(self) -> ResponseBody:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ FIELDS = (
 
 
 def chat_body(body: ResponseBody, items: Sequence[InputItem]) -> ChatBody:
-    """The chat completion that continues these items. Errors name its own fields: see `named_as_here`."""
+    """The chat completion that continues these items. Errors name its own fields: see `FIELDS`."""
     fields = body.model_dump(include=set(PASSED_ON), exclude_unset=True, by_alias=True)
     fields |= {"messages": chat_messages(body.instructions, items), "model": body.model}
     optional = {
@@ -49,17 +48,6 @@ def chat_body(body: ResponseBody, items: Sequence[InputItem]) -> ChatBody:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
-
-
-def named_as_here(error: InvalidRequestError) -> InvalidRequestError:
-    """An error about a chat completion's field as an error about the field that it came from."""
-    if error.param is None:
-        return error
-    param = error.param
-    for pattern, name in FIELDS:
-        param = re.sub(pattern, name, param)
-    message = f"{param}{error.message[len(error.param) :]}" if error.message.startswith(error.param) else error.message
-    return InvalidRequestError(message, param=param, code=error.code, status=error.status, headers=error.headers)
 
 
 def chat_messages(instructions: str | None, items: Sequence[InputItem]) -> list[Json]:

@@ -10,15 +10,15 @@ from paceline.core.messages import Delta, GenerationRequest
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.http.http_body import parse_body
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.journal import Journal, Journals, StreamLeftError
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.bodies import ChatBody
-from paceline_services.gateway.openai.http_body import parse_body
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.responses.input_items import InputItem
 from paceline_services.gateway.responses.response_body import ResponseBody
-from paceline_services.gateway.responses.response_conversion import chat_body, named_as_here
+from paceline_services.gateway.responses.response_conversion import FIELDS, chat_body
 from paceline_services.gateway.responses.response_history import ResponseHistory, StoredResponse, items_json
 from paceline_services.gateway.responses.running_response import Json, RunningResponse
 from paceline_services.gateway.responses.truncation import truncated_to_fit
@@ -47,7 +47,7 @@ async def build_response_request(
     try:
         return await (truncated_to_fit(items, build) if body.truncation == "auto" else build(items))
     except InvalidRequestError as error:
-        raise named_as_here(error) from error
+        raise error.renamed(FIELDS) from error
 
 
 @dataclass(frozen=True, slots=True)

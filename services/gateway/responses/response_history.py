@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from paceline.state.state_errors import StateUnavailableError
 from paceline.state.state_store import StateStore
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError, UnavailableError
-from paceline_services.gateway.openai.server_sent_event import encode_json
+from paceline_services.gateway.http.server_sent_event import encode_json
 from paceline_services.gateway.responses.input_items import InputItem
 
 log = logging.getLogger(__name__)

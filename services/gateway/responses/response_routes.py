@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.http.auth_middleware import client_of
+from paceline_services.gateway.http.event_stream import EventStream, while_connected
+from paceline_services.gateway.http.http_body import JsonResponse
+from paceline_services.gateway.http.http_metrics import SPAN
+from paceline_services.gateway.http.resumption import numbered, open_journal
 from paceline_services.gateway.journal import StreamLeftError
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
-from paceline_services.gateway.openai.auth_middleware import client_of
-from paceline_services.gateway.openai.event_stream import EventStream, while_connected
-from paceline_services.gateway.openai.http_body import JsonResponse
-from paceline_services.gateway.openai.http_metrics import SPAN
-from paceline_services.gateway.openai.request_trace import start_request_span, traced
-from paceline_services.gateway.openai.resumption import numbered, open_journal
+from paceline_services.gateway.request_trace import start_request_span, traced
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_generation import ResponseGeneration, ResponseRequests

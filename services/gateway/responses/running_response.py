@@ -12,10 +12,10 @@ from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.logprobs import TokenSpelling, chat_log_probs
-from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_output import ResponseOutput
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.usage import RequestUsage
 
 Json = dict[str, Any]
 
@@ -151,9 +151,9 @@ class RunningResponse:
 
 
 def settings_json(body: ResponseBody) -> Json:
-    """What a response shows of its request, with OpenAI's defaults."""
+    """What a response shows of its request, with OpenAI's defaults. A number beyond JSON's, such as 1e999, is null."""
     objects = {"tools", "tool_choice", "text", "reasoning"}
-    shown = body.model_dump(include=objects, by_alias=True, exclude_unset=True, exclude_none=True)
+    shown = body.model_dump(mode="json", include=objects, by_alias=True, exclude_unset=True, exclude_none=True)
     return {
         "background": bool(body.background),
         "instructions": body.instructions,

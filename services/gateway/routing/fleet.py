@@ -56,7 +56,7 @@ class Fleet:
         """Connected targets, by worker id and address."""
         self.drafts = drafts or DraftWorkers()
         self.request_cost = RequestCostModel()
-        self._heartbeats: dict[str, Mapping[str, float]] = {}
+        self._registered_loads: dict[str, Mapping[str, float]] = {}
         self._breakers: dict[str, Breaker] = {}
         self._link_tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
@@ -82,7 +82,7 @@ class Fleet:
     @property
     def unreached(self) -> list[str]:
         """Listed targets without a link, by worker id and address."""
-        return sorted(self._heartbeats.keys() - self.targets.keys())
+        return sorted(self._registered_loads.keys() - self.targets.keys())
 
     @property
     def in_flight(self) -> int:
@@ -115,15 +115,16 @@ class Fleet:
         self,
         request: GenerationRequest,
         blocks: Sequence[int],
-        exclude: Collection[TargetConnection] = (),
+        refused_by: TargetConnection | None = None,
         numerics: str | None = None,
     ) -> tuple[TargetConnection, TargetCandidate] | None:
         """The target for a request, and what was known of it; None if there is none to choose from now.
 
-        `blocks`: the block hashes of the request's tokens. `numerics`: of the target that drew its latest token: any
-        target with the same numerics, however busy, is preferred.
+        `blocks`: the block hashes of the request's tokens. Preferred, however busy, are first targets other than
+        `refused_by`, then those with `numerics`, which are those of the target that drew the request's latest token.
         """
-        usable = {key: target for key, target in self._usable(request.target_labels).items() if target not in exclude}
+        usable = self._usable(request.target_labels)  # required; from here on each line only prefers
+        usable = {key: target for key, target in usable.items() if target is not refused_by} or usable
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
         session = session_home(list(usable), request.session, request.cache_salt)
         candidates = {
@@ -156,9 +157,9 @@ class Fleet:
         """Keep links to the listed targets; drop those that are neither listed nor connected."""
         self.drafts.update_workers([each for each in drafts if each.record.fingerprint in ("", self._fingerprint)])
         listed = {_key(worker.record): worker for worker in targets if worker.record.model not in self._other_models}
-        self._heartbeats = {key: worker.load for key, worker in listed.items()}
+        self._registered_loads = {key: worker.load for key, worker in listed.items()}
         for key, target in self.targets.items():
-            target.update_heartbeat(self._heartbeats.get(key, target.heartbeat))
+            target.update_registered_load(self._registered_loads.get(key, target.registered_load))
         for key, worker in listed.items():
             if key not in self._link_tasks and not worker.load.get("draining"):
                 self._breakers.setdefault(key, Breaker())
@@ -207,14 +208,16 @@ class Fleet:
     async def _offer(self, record: WorkerRecord, link: TargetLink) -> None:
         """Use a connected target until its link is lost."""
         key = _key(record)
-        target = TargetConnection(record, link, self._breakers[key], heartbeat=self._heartbeats.get(key, {}))
+        target = TargetConnection(
+            record, link, self._breakers[key], registered_load=self._registered_loads.get(key, {})
+        )
         log.info("target %s is up", key)
         async with self._changed:
             self.targets[key] = target
             self._changed.notify_all()
         try:
             await link.wait_lost()
-            if not (link.draining or target.heartbeat.get("draining")):
+            if not (link.draining or target.registered_load.get("draining")):
                 self.record_failure(target)  # once, however many requests it served
         finally:
             del self.targets[key]

@@ -26,7 +26,7 @@ class TargetConnection:
     record: WorkerRecord
     link: TargetLink
     breaker: Breaker = field(default_factory=Breaker)
-    heartbeat: Mapping[str, float] = field(default_factory=dict)
+    registered_load: Mapping[str, float] = field(default_factory=dict)
     load: TargetLoad = field(default_factory=TargetLoad)
     requests: set[InFlightRequest] = field(default_factory=set)
     """This gateway's."""
@@ -42,12 +42,12 @@ class TargetConnection:
         description = self.link.description
         self.offers = frozenset((*description.labels, *description.features))
         self.prefixes = PrefixIndex(min(description.slots, MAX_INDEXED_TOKENS))
-        self.load.update_from_heartbeat(self.heartbeat, len(self.requests))
+        self.load.update_from_registry(self.registered_load, len(self.requests))
 
-    def update_heartbeat(self, heartbeat: Mapping[str, float]) -> None:
-        """Take the registry's latest heartbeat."""
-        self.heartbeat = heartbeat
-        self.load.update_from_heartbeat(heartbeat, len(self.requests))
+    def update_registered_load(self, registered_load: Mapping[str, float]) -> None:
+        """Take the load of the latest heartbeat, from the registry."""
+        self.registered_load = registered_load
+        self.load.update_from_registry(registered_load, len(self.requests))
 
     def update_from_link(self) -> None:
         """Take the load that may have come with a delta."""
@@ -61,7 +61,7 @@ class TargetConnection:
     @property
     def up(self) -> bool:
         """Whether the target accepts requests, by its own account."""
-        return not (self.link.lost or self.link.draining or self.heartbeat.get("draining"))
+        return not (self.link.lost or self.link.draining or self.registered_load.get("draining"))
 
     @property
     def usable(self) -> bool:
@@ -85,7 +85,7 @@ class TargetConnection:
     def candidate(self, blocks: Sequence[int], costs: RequestCostModel, *, session: bool) -> TargetCandidate:
         """The target as the selection sees it, for a prompt with these block hashes."""
         cached = self.prefixes.cached_tokens(blocks)
-        return TargetCandidate(self.expected_rows(costs), cached, session, self.heartbeat.get("rows_per_s", 0.0))
+        return TargetCandidate(self.expected_rows(costs), cached, session, self.registered_load.get("rows_per_s", 0.0))
 
 
 class InFlightRequest:

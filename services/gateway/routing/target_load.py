@@ -21,7 +21,7 @@ class TargetLoad:
         self._clock = clock
         self._delta: EngineLoad | None = None
         self._delta_at = self._at = -math.inf
-        self._heartbeat: Mapping[str, float] = {}
+        self._registered_load: Mapping[str, float] = {}
         self._other_requests = self._waiting = 0.0
 
     def update_from_delta(self, load: EngineLoad | None, own: int) -> None:
@@ -30,11 +30,11 @@ class TargetLoad:
             self._delta, self._delta_at = load, self._clock()
             self._update(load.running, load.waiting, own)
 
-    def update_from_heartbeat(self, heartbeat: Mapping[str, float], own: int) -> None:
-        if heartbeat != self._heartbeat:
-            self._heartbeat = heartbeat
+    def update_from_registry(self, registered_load: Mapping[str, float], own: int) -> None:
+        if registered_load != self._registered_load:
+            self._registered_load = registered_load
             if self._clock() >= self._delta_at + DELTA_PRECEDENCE_S:
-                self._update(heartbeat.get("running", 0.0), heartbeat.get("waiting", 0.0), own)
+                self._update(registered_load.get("running", 0.0), registered_load.get("waiting", 0.0), own)
 
     @property
     def other_requests(self) -> float:

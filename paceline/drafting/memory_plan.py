@@ -1,0 +1,291 @@
+"""Plans memory before a model is loaded, and estimates whether a draft fits beside a loaded target.
+
+A plan divides what weights and activations leave of a device by the bytes of a slot: keys and values of target and
+draft, and hidden states for drafts. All workers that share a device solve the same equation. Weights are counted from
+shapes, activations by a formula; nothing is run.
+
+A head's weights are counted as stored, in the target's dtype, including copies of the target's matrices, which loading
+drops. So its estimate is an upper bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
+from paceline.drafting.auto_method import mtp_layer_names
+from paceline.drafting.method_registry import hidden_state_layers
+from paceline.model.attention import Heads, KVCache
+from paceline.model.checkpoint import Checkpoint
+from paceline.model.loading import outline
+from paceline.model.native.native_network import head_width
+from paceline.model.target_weights import TargetWeights
+from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
+
+log = logging.getLogger(__name__)
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+FEWEST_SLOTS = 256
+SPARE_SLOTS = 2
+"""Slots of a cache beyond those that requests use."""
+LOGIT_COPIES = 4
+"""Float32 copies of a pass's logits that a draw may hold: scaled, filtered and with noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNeed:
+    """In bytes. `slot`: of each slot."""
+
+    weights: int = 0
+    activations: int = 0
+    slot: int = 0
+
+    def __add__(self, other: WorkerNeed) -> WorkerNeed:
+        """Of both together."""
+        return WorkerNeed(self.weights + other.weights, self.activations + other.activations, self.slot + other.slot)
+
+    def __mul__(self, workers: int) -> WorkerNeed:
+        return WorkerNeed(self.weights * workers, self.activations * workers, self.slot * workers)
+
+    def slots_in(self, memory: int) -> int:
+        """How many slots fit into this many bytes; below 0 if not even the weights do."""
+        return (memory - self.weights - self.activations) // self.slot - SPARE_SLOTS
+
+    def __str__(self) -> str:
+        return (
+            f"{gigabytes(self.weights)} of weights, {gigabytes(self.activations)} of activations and "
+            f"{self.slot / 1024:.1f} KiB for each position"
+        )
+
+
+def plan_memory(
+    engine: EngineConfig, speculation: SpeculativeConfig, target_model: str | None, *, target: bool, draft: bool
+) -> EngineConfig:
+    """The configuration with `slots`. `target`, `draft`: which of both models this process computes.
+
+    `slots` that are given stay. A fake model has no plan, nor has one without an outline: loading it says why. Raises
+    ValueError if a target has no room for one request of `max_model_len`. Without one, the model's own length counts,
+    on a CPU UNPLANNED_SLOTS of it at most. A draft starts with FEWEST_SLOTS: what has no room there is decoded plainly.
+    """
+    models = [name for name in (target_model, speculation.model) if name is not None]
+    if engine.slots is not None or any(map(is_fake_model, models)):
+        return engine
+    lender, target_need = None, WorkerNeed()
+    if target_model is not None:
+        size = engine.tensor_parallel_size if target else 1  # in a draft worker it is the draft's
+        if (found := _outlined(target_model, engine.model_copy(update={"tensor_parallel_size": size}))) is None:
+            return engine
+        lender, target_need = found
+    draft_need, states = _draft_needs(speculation, engine, lender, worker=not target)
+    target_need += states
+    own = target_need * target + draft_need * draft
+    if not own.slot:
+        return engine
+    targets, drafts = engine.device_workers or (int(target), int(not target))
+    everyone = own * targets if target and draft else target_need * targets + draft_need * drafts
+    longest = UNPLANNED_SLOTS if lender is None else lender.max_model_len
+    return _with_slots(engine, own, everyone, max(longest, FEWEST_SLOTS) if target else FEWEST_SLOTS, longest)
+
+
+def _with_slots(engine: EngineConfig, own: WorkerNeed, everyone: WorkerNeed, least: int, longest: int) -> EngineConfig:
+    """`own` must fit into what is free, `everyone` on the device into all of it, free or not: so a worker that starts
+    again beside the others plans as it did at first. `longest`: positions of the longest request."""
+    device, share = torch.device(engine.device), engine.device_memory_utilization
+    slots = max(UNPLANNED_SLOTS, longest * (1 if device.type == "cpu" else engine.max_num_seqs))
+    if (memory := device_memory(device)) is not None:
+        limits = [(need, int(count * share)) for need, count in zip((own, everyone), memory, strict=True)]
+        need, limit = min(limits, key=lambda each: each[0].slots_in(each[1]))
+        slots = min(slots, need.slots_in(limit))
+        if slots < least:
+            workers = sum(engine.device_workers or (1,)) if need is everyone else 1
+            raise ValueError(
+                f"{least} positions do not fit into the memory of {engine.device}, which has {gigabytes(limit)} for "
+                f"{workers} worker{'s' * (workers > 1)} with {need}: lower max_model_len, raise "
+                f"device_memory_utilization ({share:g}), or set slots"
+            )
+    parts = {"weights": own.weights, "activations": own.activations, "slots": own.slot * (slots + SPARE_SLOTS)}
+    sizes = {f"{name}_gib": round(count / 2**30, 3) for name, count in parts.items()}
+    log.info("memory planned", extra={"slots": slots, **sizes})
+    return engine.model_copy(update={"slots": slots})
+
+
+def _outlined(model: str, engine: EngineConfig) -> tuple[TargetWeights, WorkerNeed] | None:
+    """A model as drafts see their target, without matrices, and its need; None if its code fails here."""
+    try:
+        network = outline(model, engine)
+        return _as_target(network, model, engine), model_need(network, engine)
+    except Exception:  # code of any architecture may fail in any way; loading it says what is wrong
+        log.debug("%s has no outline", model, exc_info=True)
+        return None
+
+
+def _unread(*_: Any) -> Any:
+    raise ValueError("the target's weights are not read yet")
+
+
+def _as_target(network: Any, model: str, engine: EngineConfig) -> TargetWeights:
+    """A CPU's memory is other programs', too: requests are longer than UNPLANNED_SLOTS only if the user says so."""
+    config, dtype = network.config.get_text_config(decoder=True), next(network.parameters()).dtype
+    folder, device = Path(resolve_model(model)), torch.device(engine.device)
+    length = _own_length(config) if device.type != "cpu" else min(_own_length(config), UNPLANNED_SLOTS)
+    length = engine.max_model_len or length
+    return TargetWeights(_unread, _unread, folder, config, dtype, device, int(config.vocab_size), length, "")
+
+
+def _own_length(config: Any) -> int:
+    return int(getattr(config, "max_position_embeddings", None) or UNPLANNED_SLOTS)
+
+
+def model_need(network: Any, engine: EngineConfig) -> WorkerNeed:
+    """Of an outlined model's process, or of each rank."""
+    config = network.config.get_text_config(decoder=True)
+    heads, size, dtype = Heads.of(config), engine.tensor_parallel_size, next(network.parameters()).dtype
+    if size > 1:
+        from paceline.model.parallel.sharding import heads_per_rank  # a model of one process does not load it
+
+        heads = heads_per_rank(heads, network.tp_plan or {}, size)
+    weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
+    slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))
+    return WorkerNeed(weights, _activations(config, heads, dtype, engine), slot)
+
+
+def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> int:
+    """Of the largest pass: logits, a layer's products, and on a GPU what `paceline.model.attention` copies of a prefix
+    and its scores, in float32."""
+    rows, hidden = engine.max_num_batched_rows, int(config.hidden_size)
+    inner = getattr(config, "intermediate_size", None)
+    inner = inner if isinstance(inner, int) else 4 * hidden
+    total = rows * (int(config.vocab_size) * LOGIT_COPIES * 4 + (4 * hidden + 3 * inner) * dtype.itemsize)
+    if torch.device(engine.device).type != "cpu":
+        length = engine.max_model_len or _own_length(config)
+        copies = 2 * heads.kv_heads * heads.head_size * (dtype.itemsize + 4)
+        total += length * (copies + 3 * rows * heads.kv_heads * heads.queries_per_kv * 4)
+    return total
+
+
+def _draft_needs(
+    speculation: SpeculativeConfig, engine: EngineConfig, target: TargetWeights | None, *, worker: bool
+) -> tuple[WorkerNeed, WorkerNeed]:
+    """Of a speculator, and of the hidden states that its target keeps by slot.
+
+    A head in a draft worker reads two matrices of its target, and counts a pass of the target's. Nothing for a class of
+    the user's own and for a pool, which say only later what they read, nor for an unsuitable checkpoint: building its
+    speculator says why.
+    """
+    row = METHODS.get(speculation.method)
+    if not speculation.enabled or row is None or speculation.method == "custom_class":
+        return WorkerNeed(), WorkerNeed()
+    try:
+        if row.kind == "model" and speculation.model is not None:
+            size = speculation.draft_tensor_parallel_size
+            settings = engine.model_copy(update={"max_model_len": None, "tensor_parallel_size": size})
+            found = _outlined(speculation.model, settings)
+            return WorkerNeed() if found is None else found[1], WorkerNeed()
+        if target is None:
+            return WorkerNeed(), WorkerNeed()
+        number = target.hidden_size * target.dtype.itemsize
+        layers = hidden_state_layers(speculation, engine, lambda: target)
+        head = memory_need(speculation, target, 1 - SPARE_SLOTS, 0, padded=True)  # the cache of one slot
+        matrices = activations = 0
+        if worker and head.weights:
+            matrices = 2 * target.vocabulary_size * number
+            activations = _activations(target.config, Heads.of(target.config), target.dtype, engine)
+        return WorkerNeed(head.weights + matrices, activations, head.cache), WorkerNeed(slot=len(layers) * number)
+    except (ValueError, OSError, ModelNotFoundError):
+        return WorkerNeed(), WorkerNeed()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """In bytes. `states`: the target's hidden states, kept by slot."""
+
+    weights: int = 0
+    cache: int = 0
+    states: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.states
+
+    def fits(self, free: int | None) -> bool:
+        """`free`: None if unknown."""
+        return free is None or self.total <= free
+
+
+def memory_need(
+    config: SpeculativeConfig, target: TargetWeights, slots: int, state_layers: int, *, padded: bool = False
+) -> MemoryNeed:
+    """Of a speculator in the target's process. `state_layers`: the number of target layers whose output it reads.
+    `padded`: heads are as wide as native code wants them.
+
+    Raises `CheckpointError` or `ModelNotFoundError`.
+    """
+    row = METHODS.get(config.method)
+    if row is None or row.kind not in ("model", "head") or (config.model and is_fake_model(config.model)):
+        return MemoryNeed()
+    size = target.dtype.itemsize
+    own = config.model is None
+    checkpoint = Checkpoint(target.folder if own or config.model is None else resolve_model(config.model))
+    names = mtp_layer_names(checkpoint) if own else checkpoint.names
+    return MemoryNeed(
+        weights=sum(math.prod(checkpoint.shape(name)) for name in names) * size,
+        cache=cache_positions(config.method, checkpoint.config, target.config.to_dict(), padded=padded)
+        * (slots + SPARE_SLOTS)
+        * size,
+        states=state_layers * target.hidden_size * (slots + 1) * size,
+    )
+
+
+def cache_positions(method: str, config: Any, target: dict[str, Any], *, padded: bool = False) -> int:
+    """Numbers in a draft's KV cache per position. Keys missing in its config.json are those of the target."""
+    cached_layers = METHODS[method].cached_layers
+    if cached_layers == "none":
+        return 0
+    settings = config.get("transformer_layer_config") or config.get("text_config") or config
+    shape = {**target, **settings}
+    if "head_dim" not in settings and "hidden_size" in settings:
+        shape.pop("head_dim", None)
+    heads = Heads.of(SimpleNamespace(**shape))
+    layers = int(shape["num_hidden_layers"]) if cached_layers == "all" else 1
+    return layers * 2 * heads.kv_heads * (head_width(heads) if padded else heads.head_size)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free bytes on this device; None if unknown."""
+    memory = device_memory(device)
+    return None if memory is None else memory[0]
+
+
+def device_memory(device: torch.device) -> tuple[int, int] | None:
+    """Free bytes and all bytes of this device, within the container's limit; None if unknown."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    meminfo = MEMINFO.read_text() if MEMINFO.is_file() else ""
+    unused, everything = available(meminfo), available(meminfo, "MemTotal")
+    if unused is None or everything is None:
+        return None
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
+    most = everything if limit == "max" else int(limit)
+    return min(unused, most), min(everything, most)
+
+
+def available(meminfo: str, name: str = "MemAvailable") -> int | None:
+    """MemAvailable, or another value, in bytes, from the text of /proc/meminfo; None if it is missing."""
+    for line in meminfo.splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,153 @@
+"""`DraftClient` over the network: a pool of draft workers, and one frame per worker and step.
+
+This is the engine's end: it assigns requests to workers and writes the frames. The links (`draft_pool`) run on an event
+loop in another process, at the other end of the engine's pipe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.drafting.speculator import Commit, Context, Limit, Opening
+from paceline.engine.draft_client import DraftClient, PollResult
+from paceline.ipc.pipe import Pipe
+from paceline.v1 import draft_pb2 as pb
+from paceline.wire.draft_codec import encode_commit, encode_context, encode_limit, encode_opening
+from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamDown, StreamUp, StreamUpdate
+
+
+@dataclass(slots=True)
+class _ConnectedWorker:
+    """A draft worker with an open stream."""
+
+    up: StreamUp
+    requests: dict[int, int] = field(default_factory=dict)
+    """The engine's request ids by those on the link."""
+    frame: pb.DraftFrame | None = None
+    """What this step sends, so far."""
+
+    def next_frame(self) -> pb.DraftFrame:
+        if self.frame is None:
+            self.frame = pb.DraftFrame()
+        return self.frame
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftAssignment:
+    """The worker that drafts for a request, and the request's id on that link."""
+
+    worker: _ConnectedWorker
+    wire_id: int
+
+
+class RemoteDraftClient(DraftClient):
+    """Draft workers that the engine reaches through its pipe."""
+
+    concurrent = True
+
+    def __init__(self, pipe: Pipe, clock: Callable[[], float] = time.monotonic) -> None:
+        self.hidden_state_layers: Sequence[int] = ()
+        """Layers whose hidden states the workers need; `DraftPool` ensures that they agree."""
+        self._pipe = pipe
+        self._clock = clock
+        self._workers: dict[int, _ConnectedWorker] = {}
+        self._next_id = 1
+        self._assignments: dict[int, _DraftAssignment] = {}
+        self._dropped_by: defaultdict[int, set[str]] = defaultdict(set)
+        """Addresses of the workers that dropped a request, by request."""
+        self._updates = PollResult()
+        pipe.on(StreamUp, self._on_stream_up)
+        pipe.on(StreamUpdate, self._on_stream_update)
+        pipe.on(StreamDown, self._on_stream_down)
+
+    def connected(self) -> list[str]:
+        """Addresses of the workers that are up, the one with the fewest requests first."""
+        return [each.up.address for each in sorted(self._workers.values(), key=lambda each: len(each.requests))]
+
+    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        """See `DraftClient.open`. Skips workers that dropped this request before."""
+        self._close_draft(opening.request_id, pb.DraftFrame.CLOSE_REASON_MOVED)
+        worker = self._pick(drafts, self._dropped_by.get(opening.request_id, ()))
+        if worker is None:
+            return None
+        wire_id = self._next_id
+        self._next_id += 1
+        self._assignments[opening.request_id] = _DraftAssignment(worker, wire_id)
+        worker.requests[wire_id] = opening.request_id
+        worker.next_frame().opens.append(encode_opening(opening, wire_id))
+        return worker.up.worker_id
+
+    def context(self, context: Context) -> None:
+        draft = self._assignments.get(context.request_id)
+        if draft and draft.worker.up.hidden_state_layers:
+            draft.worker.next_frame().contexts.append(encode_context(context, draft.wire_id))
+
+    def commit(self, commit: Commit) -> None:
+        if draft := self._assignments.get(commit.request_id):
+            if commit.hidden_states is not None and not draft.worker.up.hidden_state_layers:
+                commit = replace(commit, hidden_states=None)
+            draft.worker.next_frame().commits.append(encode_commit(commit, draft.wire_id))
+
+    def limit(self, limit: Limit) -> None:
+        if draft := self._assignments.get(limit.request_id):
+            draft.worker.next_frame().limits.append(encode_limit(limit, draft.wire_id))
+
+    def close(self, request_id: int) -> None:
+        self._close_draft(request_id, pb.DraftFrame.CLOSE_REASON_FINISHED)
+        self._dropped_by.pop(request_id, None)
+
+    def flush(self) -> None:
+        for stream_id, worker in self._workers.items():
+            if worker.frame is not None:
+                self._pipe.send(SendDraftFrame(stream_id, worker.frame))
+                worker.frame = None
+
+    def poll(self, timeout_s: float) -> PollResult:
+        """Raises `PipeClosedError`."""
+        deadline = self._clock() + timeout_s
+        self._pipe.receive(0.0)
+        while not self._updates and (left_s := deadline - self._clock()) > 0:
+            self._pipe.receive(left_s)
+        updates, self._updates = self._updates, PollResult()
+        return updates
+
+    # Messages from the pipe. Growth and drops of requests that have been closed or moved are late and ignored.
+
+    def _on_stream_up(self, up: StreamUp) -> None:
+        self._workers[up.stream_id] = _ConnectedWorker(up)
+        self.hidden_state_layers = up.hidden_state_layers or self.hidden_state_layers
+
+    def _on_stream_update(self, message: StreamUpdate) -> None:
+        worker = self._workers[message.stream_id]
+        for wire_id, growth in message.update.growths:
+            if (request_id := worker.requests.get(wire_id)) is not None:
+                self._updates.growths.append((request_id, growth))
+        for wire_id in message.update.dropped:
+            if (request_id := worker.requests.get(wire_id)) is not None:
+                self._dropped_by[request_id].add(worker.up.address)
+                self._lose(worker, wire_id)
+
+    def _on_stream_down(self, down: StreamDown) -> None:
+        worker = self._workers.pop(down.stream_id)
+        for wire_id in list(worker.requests):
+            self._lose(worker, wire_id)
+
+    def _lose(self, worker: _ConnectedWorker, wire_id: int) -> None:
+        request_id = worker.requests.pop(wire_id)
+        del self._assignments[request_id]
+        self._updates.lost.append(request_id)
+
+    def _pick(self, drafts: Sequence[str], excluded: Collection[str]) -> _ConnectedWorker | None:
+        up = {worker.up.address: worker for worker in self._workers.values()}
+        if not up.keys() >= set(drafts):
+            self._pipe.send(ConnectDrafts(drafts))
+        return next((up[address] for address in drafts if address in up and address not in excluded), None)
+
+    def _close_draft(self, request_id: int, reason: pb.DraftFrame.CloseReason) -> None:
+        if draft := self._assignments.pop(request_id, None):
+            del draft.worker.requests[draft.wire_id]
+            close = pb.DraftFrame.Close(request_id=draft.wire_id, reason=reason)
+            draft.worker.next_frame().closes.append(close)

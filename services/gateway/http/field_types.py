@@ -1,0 +1,54 @@
+"""Types of fields that several request bodies share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+
+class Body(BaseModel):
+    """An object that a client sends. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
+    """The types that a client may send, where validation converts them."""
+    return WithJsonSchema({"anyOf": list(schemas)})
+
+
+def _reject_unsupported(value: Any) -> None:
+    if value:
+        raise ValueError("is not supported")
+
+
+def _reject_renamed(value: Any) -> None:
+    if value is not None:
+        raise ValueError("is a key of structured_outputs now")
+
+
+def _reject_replaced(value: Any) -> None:
+    if value:
+        raise ValueError("is not supported; use tools and tool_choice")
+
+
+TEXT: dict[str, Any] = {"type": "string"}
+TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
+TEXT_PARTS: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": TEXT},
+        "required": ["type", "text"],
+    },
+}
+IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+UNUSED = Field(description="accepted as OpenAI does; has no effect here")
+Unused = Annotated[Any, UNUSED]
+Unsupported = Annotated[None, BeforeValidator(_reject_unsupported)]
+"""Known, but not implemented: accepted only where it asks for nothing."""
+Renamed = Annotated[None, BeforeValidator(_reject_renamed)]
+"""A field of vLLM before 0.12."""
+Replaced = Annotated[None, BeforeValidator(_reject_replaced)]
+"""A field of OpenAI's before there were tools."""

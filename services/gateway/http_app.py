@@ -1,0 +1,95 @@
+"""The HTTP application: all APIs, the pages, the operators' routes, and errors as responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import paceline
+from paceline_services.gateway.anthropic.messages_api import add_messages_api
+from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
+from paceline_services.gateway.auth import Authenticator
+from paceline_services.gateway.http.auth_middleware import AuthMiddleware, error_response
+from paceline_services.gateway.http.event_stream import ClientGoneError
+from paceline_services.gateway.http.http_metrics import (
+    CLIENT_CLOSED_REQUEST,
+    HttpMetricsMiddleware,
+)
+from paceline_services.gateway.http.operations import add_operations
+from paceline_services.gateway.openai.api_docs import add_api_docs
+from paceline_services.gateway.openai.openai_routes import add_openai_routes
+from paceline_services.gateway.pages.demo_route import add_demo
+from paceline_services.gateway.pages.fleet_report import FleetReport
+from paceline_services.gateway.pages.static_files import add_pages
+from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
+from paceline_services.gateway.responses.background import BackgroundResponses
+from paceline_services.gateway.responses.response_generation import ResponseRequests
+from paceline_services.gateway.responses.response_routes import add_responses
+
+
+def create_app(
+    registry: CollectorRegistry,
+    authenticator: Authenticator,
+    report: FleetReport,
+    responses: ResponseRequests,
+    background: BackgroundResponses,
+    origins: Sequence[str] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+    demo_socket: Path | None = None,
+) -> FastAPI:
+    """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says.
+
+    `origins`: sites whose pages may use it. `options`: what `/server_info` shows. `demo_socket`: the launcher's, in
+    demo mode.
+    """
+    models, journals = responses.models, responses.journals
+    app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(AuthMiddleware, models, authenticator, origins)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+        )
+    app.add_middleware(HttpMetricsMiddleware, models.first.metrics)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGoneError, _client_gone)
+    app.add_exception_handler(Exception, _unexpected)
+    add_openai_routes(app, models, journals)
+    add_operations(app, models, registry, report, options)
+    if demo_socket is not None:
+        add_demo(app, demo_socket)
+    add_pages(app, {"requires_key": authenticator.requires_key, "demo": demo_socket is not None})
+    add_api_docs(app)
+    add_messages_api(app, models, journals)
+    add_responses(app, responses, background)
+    return app
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error, request.scope)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    invalid = InvalidRequestError(message, status=error.status_code, headers=error.headers)
+    return error_response(invalid, request.scope)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    headers = {REQUEST_ID_HEADER: request.scope["state"][REQUEST_ID_HEADER]}
+    return error_response(ApiError("the gateway failed; its log says how", headers=headers), request.scope)

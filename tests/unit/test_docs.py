@@ -1,0 +1,59 @@
+"""What the documentation names exists: files, and functions of classes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import house
+
+PAGES = [house.ROOT / "README.md", *sorted((house.ROOT / "docs").rglob("*.md"))]
+
+
+def members() -> dict[str, set[str]]:
+    """The methods and attributes of every class of the product, its bases' included, and the fields of messages."""
+    bases: dict[str, list[str]] = {}
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for _, tree in house.modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = re.findall(r"\w+", " ".join(map(ast.unparse, node.bases)))
+                found[node.name] |= {name for name, _ in house.given_names(node)}
+    for proto in (house.ROOT / "proto").rglob("*.proto"):
+        for message, body in re.findall(r"^message (\w+) \{\n(.*?)^\}", proto.read_text(), re.MULTILINE | re.DOTALL):
+            found[message] |= set(re.findall(r"\w+", body))
+
+    def inherited(name: str) -> set[str]:
+        return found[name].union(*(inherited(base) for base in bases.get(name, ()) if base != name))
+
+    return {name: inherited(name) for name in tuple(found)}
+
+
+MEMBERS = members()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(house.ROOT)))
+def test_functions_and_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = [f"{cls}.{name}" for cls, name in named_functions(text) if name not in MEMBERS.get(cls, ())]
+    assert missing + [path for path in named_files(text) if not (house.ROOT / path).exists()] == []
+
+
+def test_names_are_found_in_a_page() -> None:
+    text = "`Fleet.choose` of `services/gateway/routing/fleet.py`, `Engine._step`, `x.py`, `services/NAME.py`"
+    assert named_functions(text) == [("Fleet", "choose"), ("Engine", "_step")]
+    assert named_files(text) == ["services/gateway/routing/fleet.py"]
+    assert "choose" in MEMBERS["Fleet"]
+
+
+def named_functions(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"`([A-Z]\w+)\.(\w+)(?:\(\))?`", text)
+
+
+def named_files(text: str) -> list[str]:
+    """Without names to be chosen, which are in capitals."""
+    return re.findall(r"`((?:paceline|paceline_lab|services|tests|proto|deploy|loadtests)/[a-z\d_./-]+\.\w+)`", text)

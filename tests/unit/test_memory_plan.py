@@ -1,0 +1,283 @@
+"""The plan's arithmetic against real caches and weights, sharing, and refusals. CUDA is replaced by two numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from paceline.cli.deployment import DeploymentOptions, plan_deployment
+from paceline.config import UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
+from paceline.drafting import build_speculator, memory_plan
+from paceline.drafting.memory_plan import SPARE_SLOTS, WorkerNeed, device_memory, model_need, plan_memory
+from paceline.llm import LLM
+from paceline.model import load, network_factory
+from paceline.model.attention import KVCache
+from paceline.model.loading import outline
+from paceline.model.model import TransformersModel
+from tests.helpers.checkpoints import change_config, save_checkpoint, save_tokenizer
+from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head
+from tests.helpers.head_checkpoints import save_target as save_small_target
+
+GIB = 2**30
+NONE = SpeculativeConfig()
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=24),
+    "gemma2": Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=512),
+    "deepseek": DeepseekV3Config(
+        **SIZES,
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 512 positions."""
+    return save_small_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeConfig:
+    folder = tmp_path_factory.mktemp("head")
+    return SpeculativeConfig(model=str(save_head(folder, eagle3_tensors(), llama_config())), method="eagle3")
+
+
+def set_memory(monkeypatch: pytest.MonkeyPatch, free: int, total: int | None = None) -> None:
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: (free, free if total is None else total))
+
+
+def need_of(model: Path, engine: EngineConfig, speculation: SpeculativeConfig = NONE, **parts: bool) -> WorkerNeed:
+    """Read from two plans: the bytes of a slot, and of all that is not slots."""
+    engine = engine.model_copy(update={"device_memory_utilization": 1.0})
+    roles = {"target": True, "draft": True} | parts
+    with pytest.MonkeyPatch.context() as patch:
+
+        def slots_in(memory: int) -> int:
+            set_memory(patch, memory)
+            return planned(model, engine, speculation, **roles)
+
+        patch.setattr(memory_plan, "UNPLANNED_SLOTS", 2**40)
+        few, many = slots_in(GIB), slots_in(3 * GIB)
+    slot = round(2 * GIB / (many - few))
+    return WorkerNeed(GIB - slot * (few + SPARE_SLOTS), 0, slot)
+
+
+def planned(model: Path, engine: EngineConfig, speculation: SpeculativeConfig = NONE, **roles: bool) -> int:
+    slots = plan_memory(engine, speculation, str(model), **({"target": True, "draft": True} | roles)).slots
+    assert slots is not None
+    return slots
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_takes_what_the_plan_says(tmp_path: Path, architecture: str, dtype: Any) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(64))
+    engine = EngineConfig(slots=300, dtype=dtype, max_model_len=256)
+    need = model_need(outline(str(tmp_path), engine), engine)
+    model = load(str(tmp_path), engine)
+    assert isinstance(model, TransformersModel)
+    assert model.cache.data.nbytes == need.slot * (300 + SPARE_SLOTS)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=model.dtype)
+    assert need.weights == sum(parameter.nbytes for parameter in network.parameters())
+    assert need.activations > 256 * 64 * 4, "the float32 logits of a full pass"
+
+
+def test_a_rank_has_its_share_of_layers_and_heads(target: Path) -> None:
+    network = outline(str(target), EngineConfig())
+    whole, half = (model_need(network, EngineConfig(tensor_parallel_size=size)) for size in (1, 2))
+    assert half.slot * 2 == whole.slot
+    layers = sum(each.nbytes for each in network.base_model.layers.parameters())
+    assert half.weights == whole.weights - layers // 2
+
+
+def test_given_slots_and_fake_models_have_no_plan(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, 1)
+    assert planned(target, EngineConfig(slots=777)) == 777
+    fake = plan_memory(EngineConfig(), NONE, "table:64", target=True, draft=False)
+    assert (fake.slots, fake.slot_count) == (None, UNPLANNED_SLOTS)
+
+
+def test_a_cpu_gets_no_more_than_it_got_without_a_plan(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, 1000 * GIB)
+    assert planned(target, EngineConfig()) == UNPLANNED_SLOTS
+    assert planned(target, EngineConfig(max_model_len=100_000)) == 100_000
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: None)
+    assert planned(target, EngineConfig()) == UNPLANNED_SLOTS
+
+
+def test_the_slots_of_a_plan_fit_and_one_more_would_not(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineConfig(device_memory_utilization=0.5)
+    need = model_need(outline(str(target), engine), engine)
+    fixed = need.weights + need.activations
+    memory = 2 * (fixed + need.slot * (1000 + SPARE_SLOTS))
+    set_memory(monkeypatch, memory)
+    assert planned(target, engine) == 1000
+    set_memory(monkeypatch, memory - 2)
+    assert planned(target, engine) == 999
+
+
+def test_the_served_model_has_the_planned_slots(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineConfig()
+    need = model_need(outline(str(target), engine), engine)
+    set_memory(monkeypatch, round((need.weights + need.activations + need.slot * 1002) / 0.9) + 9)
+    assert LLM(str(target), None, {"threads": 1}).model.slots == 1000
+
+
+def test_one_request_of_the_full_length_must_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineConfig(device_memory_utilization=1.0)
+    need = model_need(outline(str(target), engine), engine)
+    enough = need.weights + need.activations + need.slot * (512 + SPARE_SLOTS)
+    set_memory(monkeypatch, enough)
+    assert planned(target, engine) == 512
+    set_memory(monkeypatch, enough - 1)
+    with pytest.raises(
+        ValueError, match=r"^512 positions do not fit into the memory of cpu, .* and 4\.0 KiB for each position: lower"
+    ):
+        planned(target, engine)
+    assert planned(target, engine.model_copy(update={"max_model_len": 511})) == 511
+
+
+def test_a_head_beside_its_target_takes_weights_a_cache_and_states(
+    target: Path, draft: SpeculativeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slots of both caches and of the hidden states come out of one budget."""
+    alone, both = need_of(target, EngineConfig()), need_of(target, EngineConfig(), draft)
+    remote = need_of(target, EngineConfig(), draft, draft=False)
+    llm = LLM(str(target), None, {"slots": 512, "threads": 1})
+    weights = llm.model.target_weights()
+    states = 3 * weights.hidden_size * weights.dtype.itemsize
+    caches: list[KVCache] = []
+
+    class RecordedCache(KVCache):
+        def __init__(self, *shape: Any) -> None:
+            super().__init__(*shape)
+            caches.append(self)
+
+    monkeypatch.setattr(network_factory, "KVCache", RecordedCache)
+    build_speculator(draft, EngineConfig(slots=512), llm.model.target_weights)
+    (cache,) = (each.data for each in caches)
+    assert remote.slot == alone.slot + states, "a remote head reads states that the target keeps"
+    assert both.slot == alone.slot + states + cache.nbytes // cache.shape[1]
+    stored = sum(tensor.numel() for tensor in eagle3_tensors().values()) * weights.dtype.itemsize
+    assert abs(both.weights - alone.weights - stored) <= both.slot
+
+
+def test_workers_on_one_device_plan_the_same(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a worker that starts again, beside others that have their memory, plans what it planned before."""
+    speculation = SpeculativeConfig(method="draft_model", model=str(target))
+    engine = EngineConfig(device_workers=(2, 1), device_memory_utilization=1.0)
+    need = model_need(outline(str(target), engine), engine)
+    one = need.weights + need.activations + need.slot * 1002
+    set_memory(monkeypatch, 3 * one)
+    assert planned(target, engine, speculation, draft=False) == 1000
+    assert planned(target, engine, speculation, target=False) == 1000
+    set_memory(monkeypatch, one, 3 * one)
+    assert planned(target, engine, speculation, draft=False) == 1000
+    set_memory(monkeypatch, one // 2 + need.weights, 3 * one)
+    assert planned(target, engine, speculation, target=False) < 1000, "never more than is free"
+    set_memory(monkeypatch, 3 * (need.weights + need.activations) + need.slot * 1200)
+    with pytest.raises(ValueError, match=r"512 positions .* for 3 workers with"):
+        planned(target, engine, speculation, draft=False)
+    assert planned(target, engine, speculation, target=False) == 398, "a draft goes without the longest requests"
+
+
+def test_a_draft_worker_says_when_nothing_fits(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, 2**20)
+    speculation = SpeculativeConfig(method="draft_model", model=str(target))
+    with pytest.raises(ValueError, match="256 positions do not fit"):
+        plan_memory(EngineConfig(), speculation, None, target=False, draft=True)
+    ngram = plan_memory(EngineConfig(), SpeculativeConfig(method="ngram"), str(target), target=False, draft=True)
+    assert ngram.slots is None, "it has no cache"
+
+
+def test_an_unusable_model_has_no_plan(tmp_path: Path) -> None:
+    """Loading it says what is wrong."""
+    save_checkpoint(tmp_path)
+    change_config(tmp_path, model_type="nothing")
+    assert plan_memory(EngineConfig(), NONE, str(tmp_path), target=True, draft=False).slots is None
+
+
+def test_a_gpu_s_memory_is_what_cuda_says(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is planned, for as many requests of the full length as may run at once."""
+    asked: list[torch.device] = []
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return 10 * GIB, 80 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr("paceline.model.loading._device", torch.device)
+    engine = EngineConfig(device="cuda:1", max_num_seqs=48)
+    assert planned(target, engine) == 48 * 512
+    assert asked == [torch.device("cuda:1")]
+    on_cpu, on_gpu = (model_need(outline(str(target), each), each) for each in (EngineConfig(), engine))
+    assert on_gpu.activations > on_cpu.activations, "copies of a prefix, and scores"
+    fitting = (int(10 * GIB * 0.9) - on_gpu.weights - on_gpu.activations) // on_gpu.slot - SPARE_SLOTS
+    assert planned(target, engine.model_copy(update={"max_num_seqs": 2**20})) == fitting
+
+
+def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    meminfo.write_text("MemTotal: 8000 kB\nMemAvailable: 6000 kB\n")
+    monkeypatch.setattr(memory_plan, "MEMINFO", meminfo)
+    monkeypatch.setattr(memory_plan, "CGROUP_LIMIT", limit)
+    cpu = torch.device("cpu")
+    assert device_memory(cpu) == (6000 * 1024, 8000 * 1024)
+    for text, expected in (("max\n", (6000, 8000)), ("7168000\n", (6000, 7000)), ("1024000\n", (1000, 1000))):
+        limit.write_text(text)
+        assert device_memory(cpu) == (expected[0] * 1024, expected[1] * 1024)
+    meminfo.unlink()
+    assert device_memory(cpu) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "speculation", "shared"),
+    [
+        ({}, {}, [(2, 3)] * 5),
+        ({"device": "cuda"}, {"draft_devices": ("cuda:0", "cuda:1")}, [(2, 2), (2, 2), (2, 2), (0, 1), (2, 2)]),
+        (
+            {"device": "cuda", "tensor_parallel_size": 2},
+            {"draft_devices": ("cuda:3", "cuda:9")},
+            [(1, 0), (1, 2), (1, 2), (0, 1), (1, 2)],
+        ),
+    ],
+)
+def test_serve_counts_the_workers_of_each_device(
+    engine: dict[str, Any], speculation: dict[str, Any], shared: list[tuple[int, int]]
+) -> None:
+    drafts = SpeculativeConfig(method="draft_model", model="table:64", **speculation)
+    deployment = plan_deployment(
+        DeploymentOptions("table:64", drafts, EngineConfig(**engine), target_workers=2, draft_workers=3)
+    )
+    programs = [each for group in deployment.programs("redis://127.0.0.1:1") for each in group]
+    engines = [each.argv[each.argv.index("--engine-config") + 1] for each in programs if "--engine-config" in each.argv]
+    assert [tuple(json.loads(each)["device_workers"]) for each in engines] == shared
