@@ -7,26 +7,35 @@ import itertools
 import os
 import re
 import signal
+import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
+from loadtests.chaos.chaos_cases import opened
+from loadtests.received_stream import ReceivedStream
 from paceline.api_keys import ApiKey, KeyFile, digest, write
+from paceline.config import SpeculativeConfig
 from paceline.core.messages import GenerationRequest
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.reasoning import REASONING_FORMATS
-from paceline.state import RecordLimits
+from paceline.state import RecordLimits, WorkerRecord, open_store
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.text.chat_template import ChatTemplate
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway import journal
+from paceline_services.gateway.server import GatewaySettings, running
 from tests.helpers.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, another_gateway, counts, open_stack
+from tests.helpers.targets import target_worker
 from tests.helpers.waiting import eventually, until
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -221,19 +230,18 @@ async def test_a_stream_is_resumed_while_its_first_client_still_reads(pair: Pair
     await until(lambda: not decoder.gate.is_set())
     third = asyncio.create_task(stream(pair.first, path, None, f"{request_id}:1"))
     await until(lambda: len(decoder.requests) == 3)
-    decoder.hold_after = 8  # the second ends by its fence, not with its last token
+    decoder.hold_after = 8
     decoder.gate.set()
-    left = await second
-    ids = [request.request_id for request in decoder.requests]
-    async with asyncio.timeout(20):
-        assert [await decoder.cancelled.get() for _ in range(2)] == ids[:2]
-    await until(lambda: not decoder.gate.is_set())
+    fenced_later = await second
+    await until(lambda: decoder.cancelled.qsize() == 2)
     decoder.gate.set()
     assert comparable([whole[0], *await third]) == comparable(whole)
-    for earlier in (fenced[1:], left):
+    for earlier in (fenced[1:], fenced_later):
         *events, error, _ = earlier
         assert '"code":"resumed_elsewhere"' in error
         assert events == third.result()[: len(events)] != []
+    ids = [request.request_id for request in decoder.requests]
+    assert [await decoder.cancelled.get() for _ in range(2)] == ids[:2]
     assert len(set(ids)) == 3, "a target may still have an earlier attempt"
 
 
@@ -409,3 +417,65 @@ async def test_a_journal_that_grows_too_long_is_given_up(pair: Pair, monkeypatch
     assert {kept[0], kept[-1]} == {True, False}
     refused = await pair.second.http.post(path, headers={"last-event-id": id_of(events[0])})
     assert refused.status_code == 404
+
+
+async def test_a_resumed_stream_prefers_a_target_with_the_same_numerics() -> None:
+    """However busy it is: another one may draw other tokens."""
+    path, body = BODIES["completions"]
+    with EmbeddedRedis() as redis:
+        async with open_stack(redis_url=redis.url) as first:
+            drew = await first.add_target(counts, burst=2, numerics="one", worker_id="one")
+            drew.decoder.hold_after = 2
+            leaving = asyncio.create_task(stream(first, path, body))
+            await until(lambda: not drew.decoder.gate.is_set())
+            request_id = drew.decoder.requests[0].group
+            other = await first.add_target(counts, burst=2, numerics="other", worker_id="other")
+            async with another_gateway(first, redis.url) as second:
+                await eventually(lambda: journal_length(Pair(first, second, redis), request_id, 3))
+                busy = [asyncio.create_task(second.complete(max_tokens=90)) for _ in range(6)]
+                await until(lambda: len(drew.decoder.requests) > 1 and other.decoder.requests)
+                await until(lambda: not other.decoder._tasks)
+                resuming = asyncio.create_task(stream(second, path, None, f"{request_id}:1"))
+                await until(lambda: any(each.committed for target in first.targets for each in target.decoder.requests))
+                assert not any(request.committed for request in other.decoder.requests)
+                drew.decoder.gate.set()
+                await asyncio.gather(leaving, resuming, *busy)
+
+
+async def test_tokens_that_depend_on_guesses_are_repeated_as_they_were_drawn() -> None:
+    """With `residual` another draw has other tokens; what a client saw stays, and the rest follows it once."""
+    model = "timed:vocabulary=512,step_ms=1"
+    config = TimedModelConfig.parse(model)
+    speculation = SpeculativeConfig(method="ngram", rejection_sampling_strategy="residual")
+    body = {"prompt": "1 2 3 1 2 3", "max_tokens": 200, "temperature": 0.9, "return_token_ids": True, "stream": True}
+    with EmbeddedRedis() as redis:
+        async with (
+            target_worker(speculation, TimedModel(model, config, 2**15, 4096)) as target,
+            open_store(redis.url, ttl_s=3600.0) as store,
+            AsyncExitStack() as gateways,
+            httpx.AsyncClient(timeout=20.0) as http,
+        ):
+            record = WorkerRecord("target", "t", target.address, "tested", "", config.fingerprint, time.time())
+            await store.registry.register(record)
+            urls = []
+            for _ in range(2):
+                settings = GatewaySettings({"tested": model}, port=0, drain_s=1.0)
+                models, addresses = await gateways.enter_async_context(running(settings, store))
+                assert await models.first.fleet.wait_for_target(20.0)
+                urls.append(f"http://{addresses.http}")
+            got, turn = ReceivedStream(), 0
+            while not got.complete:  # the client leaves after a few tokens each time
+                before = len(got.tokens)
+                async with opened(http, urls[turn % 2], body, got.last_id) as lines:
+                    async for line in lines:
+                        got.feed(line)
+                        if len(got.tokens) > before + 40:
+                            break
+                turn += 1
+            again = ReceivedStream()
+            async with opened(http, urls[1], body, f"{got.last_id.partition(':')[0]}:0") as lines:
+                async for line in lines:
+                    again.feed(line)
+    assert turn > 3
+    assert len(got.tokens) == 200
+    assert (again.tokens, again.text, again.finish_reason) == (got.tokens, got.text, got.finish_reason)

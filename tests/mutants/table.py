@@ -809,7 +809,7 @@ MUTANTS = (
         RESUMING,
     ),
     Mutant(
-        "an append ignores that another gateway has taken over",
+        "a stream that was resumed elsewhere is appended to",
         "paceline/state/redis_records.py",
         "if length == position then",
         "if length == position or position > 0 and length > 0 then",
@@ -851,17 +851,24 @@ MUTANTS = (
         RESUMING,
     ),
     Mutant(
-        "a prompt that has changed is continued",
+        "a prompt that has changed is resumed",
         "services/gateway/journal.py",
         'if self.digest not in ("", digest):',
         "if False:",
         RESUMING,
     ),
     Mutant(
-        "clients keep an id after which the journal has lost tokens",
+        "clients may resume after an id behind which the journal has lost tokens",
         "services/gateway/journal.py",
         'return "" if self.position else None',
         "return None",
+        RESUMING,
+    ),
+    Mutant(
+        "resumption misses events that are sent before they are in the journal",
+        "services/gateway/journal.py",
+        "await self._append([self._entry(each) for each in batch if each.new], model)",
+        "asyncio.ensure_future(self._append([self._entry(each) for each in batch if each.new], model))",
         RESUMING,
     ),
     Mutant(
