@@ -48,7 +48,10 @@ class TargetLink:
         self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
         self._streams: dict[str, asyncio.Queue[Delta | ReplayElsewhere]] = {}
         self._outbox = Outbox(pb.SubmitFrame, SUBMIT_FRAME_BYTES)
+        self._answered = asyncio.Event()
+        """The first frame has come, or the link is lost."""
         self._lost = asyncio.Event()
+        self._why_lost = ""
         self._reader: asyncio.Task[None] | None = None
 
     @property
@@ -57,7 +60,10 @@ class TargetLink:
         return self._lost.is_set()
 
     async def connect(self, timeout_s: float = 5.0) -> TargetDescription:
-        """Connect and return the target's description. Raises `TargetLost` if it does not answer in time."""
+        """Connect, and return the target's description when the target takes requests.
+
+        Raises `TargetLost` if it does not answer in time, drains, or has lost its engine.
+        """
         try:
             request = pb.TargetServiceDescribeRequest()
             self.description = decode_target_description(await self._stub.Describe(request, timeout=timeout_s))
@@ -66,6 +72,14 @@ class TargetLink:
             raise TargetLost(f"target {self.address} does not answer: {error.details()}") from None
         call = self._stub.Serve(self._outbox)
         self._reader = asyncio.create_task(self._read(call), name=f"receive from {self.address}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._answered.wait()
+        except TimeoutError:
+            self._lose(f"it sent nothing in {timeout_s:g} s")
+        if self.lost:
+            await self.close()
+            raise TargetLost(f"target {self.address} takes no requests: {self._why_lost}")
         return self.description
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
@@ -136,6 +150,7 @@ class TargetLink:
     def _receive(self, frame: pb.DeltaFrame | None) -> None:
         if frame is None:  # gRPC could not parse it
             raise WireError("a message that is no DeltaFrame")
+        self._answered.set()
         if frame.HasField("load"):
             self.load = decode_load(frame.load)
         if frame.draining and not self.draining:
@@ -153,7 +168,9 @@ class TargetLink:
     def _lose(self, reason: str, kind: type[TargetLost] = TargetLost) -> None:
         if self.lost:
             return
+        self._why_lost = reason
         self._lost.set()
+        self._answered.set()
         self._outbox.close()
         log.log(
             logging.WARNING if self._streams else logging.INFO,

@@ -146,9 +146,19 @@ async def test_a_draining_target_finishes_running_requests_and_hands_over_new_on
         assert (len(tokens), last.finish_reason) == (1000, FinishReason.LENGTH)
         await draining
         await link.wait_lost()
-        async with linked(worker) as [too_late]:
-            with pytest.raises(TargetLost, match="drains"):
-                await collect(too_late, generation_request())
+        with pytest.raises(TargetLost, match=r"takes no requests: .*drains"):
+            await TargetLink(worker.address).connect()
+
+
+async def test_a_target_without_an_engine_takes_no_requests() -> None:
+    """Its service still answers until it ends: a gateway that sent it requests would lose them again and again."""
+    async with target_worker() as worker, linked(worker) as [link]:
+        exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        exited.set_result(None)
+        await worker.servicer.drain(60, exited)
+        await link.wait_lost()
+        with pytest.raises(TargetLost, match="takes no requests"):
+            await TargetLink(worker.address).connect()
 
 
 async def test_draining_has_a_timeout() -> None:

@@ -47,7 +47,7 @@ async def test_every_open_request_raises_when_the_target_is_lost() -> None:
 
 
 class Liar(target_pb2_grpc.TargetServiceServicer):
-    """Answers the first submit with this frame, or ends the stream."""
+    """Takes requests, but answers the first submit with this frame, or ends the stream."""
 
     def __init__(self, answer: Frame | None) -> None:
         self._answer = answer
@@ -56,6 +56,7 @@ class Liar(target_pb2_grpc.TargetServiceServicer):
         return target_pb2.TargetServiceDescribeResponse(worker_id="liar")
 
     async def Serve(self, incoming: Any, context: Any) -> AsyncIterator[Frame]:  # noqa: N802
+        yield Frame()
         async for _ in incoming:
             if self._answer is None:
                 return
