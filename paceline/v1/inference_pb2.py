@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
+from paceline.v1 import target_pb2 as paceline_dot_v1_dot_target__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/inference.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x86\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65scription\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nparameters\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x0e\n\x0c_descriptionB\r\n\x0b_parametersB\t\n\x07_strict\"F\n\x08ToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xae\x0e\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\x06tokens\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.TokenSequenceH\x00\x12\x31\n\x04\x63hat\x18\x04 \x01(\x0b\x32!.paceline.v1.GenerateRequest.ChatH\x00\x12\x37\n\x08sampling\x18\x05 \x01(\x0b\x32%.paceline.v1.GenerateRequest.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x34\n\x0bspeculative\x18\x07 \x01(\x0b\x32\x1f.paceline.v1.SpeculativeOptions\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x02\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\t \x01(\tH\x01\x12\x0f\n\x05regex\x18\n \x01(\tH\x01\x12\x11\n\x07grammar\x18\x0b \x01(\tH\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x12\n\nrequest_id\x18\x0e \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\x0f \x01(\x05H\x04\x88\x01\x01\x12\x10\n\x08priority\x18\x10 \x01(\x05\x12\x1c\n\x0fstream_interval\x18\x11 \x01(\rH\x05\x88\x01\x01\x1a\x81\x04\n\x04\x43hat\x12;\n\x08messages\x18\x01 \x03(\x0b\x32).paceline.v1.GenerateRequest.Chat.Message\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.paceline.v1.Tool\x12\x18\n\x0btool_choice\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x16\n\ttool_name\x18\x04 \x01(\tH\x01\x88\x01\x01\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x1d\n\x10reasoning_effort\x18\x06 \x01(\tH\x03\x88\x01\x01\x12\x1e\n\x11include_reasoning\x18\x07 \x01(\x08H\x04\x88\x01\x01\x1a\xa5\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.paceline.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x16\n\treasoning\x18\x05 \x01(\tH\x01\x88\x01\x01\x42\x0f\n\r_tool_call_idB\x0c\n\n_reasoningB\x0e\n\x0c_tool_choiceB\x0c\n\n_tool_nameB\x16\n\x14_parallel_tool_callsB\x13\n\x11_reasoning_effortB\x14\n\x12_include_reasoning\x1a\xe3\x05\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12H\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x34.paceline.v1.GenerateRequest.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x06H\t\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x19\n\x11logprob_token_ids\x18\x11 \x03(\r\x12\x11\n\tbad_words\x18\x12 \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x08\n\x06promptB\x0b\n\tstructureB\r\n\x0b_cache_saltB\x04\n\x02_nB\x19\n\x17_truncate_prompt_tokensB\x12\n\x10_stream_interval\"\xe9\x05\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x32\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.paceline.v1.Timings\x12\r\n\x05index\x18\x08 \x01(\r\x12\x39\n\tlog_probs\x18\t \x03(\x0b\x32&.paceline.v1.GenerateResponse.LogProbs\x12\x46\n\x10prompt_log_probs\x18\n \x03(\x0b\x32,.paceline.v1.GenerateResponse.PromptLogProbs\x12\x18\n\x10prompt_token_ids\x18\x0b \x03(\r\x12\x11\n\treasoning\x18\x0c \x01(\t\x12)\n\ntool_calls\x18\r \x03(\x0b\x32\x15.paceline.v1.ToolCall\x12\x18\n\x10reasoning_tokens\x18\x0e \x01(\r\x1a\x32\n\x0cTokenLogProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x01\x1a\x63\n\x08LogProbs\x12\x10\n\x08log_prob\x18\x01 \x01(\x01\x12\x37\n\x03top\x18\x02 \x03(\x0b\x32*.paceline.v1.GenerateResponse.TokenLogProb\x12\x0c\n\x04rank\x18\x03 \x01(\r\x1aX\n\x0ePromptLogProbs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x37\n\x07\x65ntries\x18\x02 \x03(\x0b\x32&.paceline.v1.GenerateResponse.LogProbs\"\xa5\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x31\n\x04\x63hat\x18\x03 \x01(\x0b\x32!.paceline.v1.GenerateRequest.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"w\n\x12ListModelsResponse\x12\x35\n\x06models\x18\x01 \x03(\x0b\x32%.paceline.v1.ListModelsResponse.Model\x1a*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\x84\x03\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.paceline.v1.ListModelsRequest\x1a\x1f.paceline.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.paceline.v1.TokenizeRequest\x1a\x1d.paceline.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.paceline.v1.DetokenizeRequest\x1a\x1f.paceline.v1.DetokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/inference.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\x1a\x18paceline/v1/target.proto\"\x86\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65scription\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nparameters\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x0e\n\x0c_descriptionB\r\n\x0b_parametersB\t\n\x07_strict\"F\n\x08ToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xa2\x10\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\x06tokens\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.TokenSequenceH\x00\x12\x31\n\x04\x63hat\x18\x04 \x01(\x0b\x32!.paceline.v1.GenerateRequest.ChatH\x00\x12\x37\n\x08sampling\x18\x05 \x01(\x0b\x32%.paceline.v1.GenerateRequest.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x34\n\x0bspeculative\x18\x07 \x01(\x0b\x32\x1f.paceline.v1.SpeculativeOptions\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x02\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\t \x01(\tH\x01\x12\x0f\n\x05regex\x18\n \x01(\tH\x01\x12\x11\n\x07grammar\x18\x0b \x01(\tH\x01\x12\x15\n\x0bjson_object\x18\x12 \x01(\x08H\x01\x12\x35\n\x06\x63hoice\x18\x13 \x01(\x0b\x32#.paceline.v1.GenerateRequest.ChoiceH\x01\x12\x18\n\x0estructural_tag\x18\x14 \x01(\tH\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x12\n\nrequest_id\x18\x0e \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\x0f \x01(\x05H\x04\x88\x01\x01\x12\x10\n\x08priority\x18\x10 \x01(\x05\x12\x1c\n\x0fstream_interval\x18\x11 \x01(\rH\x05\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\x06\x88\x01\x01\x12\x13\n\x0breturn_tree\x18\x17 \x01(\x08\x1a\x81\x04\n\x04\x43hat\x12;\n\x08messages\x18\x01 \x03(\x0b\x32).paceline.v1.GenerateRequest.Chat.Message\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.paceline.v1.Tool\x12\x18\n\x0btool_choice\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x16\n\ttool_name\x18\x04 \x01(\tH\x01\x88\x01\x01\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x1d\n\x10reasoning_effort\x18\x06 \x01(\tH\x03\x88\x01\x01\x12\x1e\n\x11include_reasoning\x18\x07 \x01(\x08H\x04\x88\x01\x01\x1a\xa5\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.paceline.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x16\n\treasoning\x18\x05 \x01(\tH\x01\x88\x01\x01\x42\x0f\n\r_tool_call_idB\x0c\n\n_reasoningB\x0e\n\x0c_tool_choiceB\x0c\n\n_tool_nameB\x16\n\x14_parallel_tool_callsB\x13\n\x11_reasoning_effortB\x14\n\x12_include_reasoning\x1a\xe3\x05\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12H\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x34.paceline.v1.GenerateRequest.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x06H\t\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x19\n\x11logprob_token_ids\x18\x11 \x03(\r\x12\x11\n\tbad_words\x18\x12 \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\x1a\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\tB\x08\n\x06promptB\x0b\n\tstructureB\r\n\x0b_cache_saltB\x04\n\x02_nB\x19\n\x17_truncate_prompt_tokensB\x12\n\x10_stream_intervalB\x16\n\x14_skip_special_tokens\"\xef\x06\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x32\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.paceline.v1.Timings\x12\r\n\x05index\x18\x08 \x01(\r\x12\x39\n\tlog_probs\x18\t \x03(\x0b\x32&.paceline.v1.GenerateResponse.LogProbs\x12\x46\n\x10prompt_log_probs\x18\n \x03(\x0b\x32,.paceline.v1.GenerateResponse.PromptLogProbs\x12\x18\n\x10prompt_token_ids\x18\x0b \x03(\r\x12\x11\n\treasoning\x18\x0c \x01(\t\x12)\n\ntool_calls\x18\r \x03(\x0b\x32\x15.paceline.v1.ToolCall\x12\x18\n\x10reasoning_tokens\x18\x0e \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x0f \x03(\x08\x12\x33\n\x05trees\x18\x10 \x03(\x0b\x32$.paceline.v1.DeltaFrame.VerifiedTree\x12\x15\n\x0bstop_string\x18\x11 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x12 \x01(\rH\x00\x1a\x32\n\x0cTokenLogProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x01\x1a\x63\n\x08LogProbs\x12\x10\n\x08log_prob\x18\x01 \x01(\x01\x12\x37\n\x03top\x18\x02 \x03(\x0b\x32*.paceline.v1.GenerateResponse.TokenLogProb\x12\x0c\n\x04rank\x18\x03 \x01(\r\x1aX\n\x0ePromptLogProbs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x37\n\x07\x65ntries\x18\x02 \x03(\x0b\x32&.paceline.v1.GenerateResponse.LogProbsB\r\n\x0bstop_reason\"\xa5\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x31\n\x04\x63hat\x18\x03 \x01(\x0b\x32!.paceline.v1.GenerateRequest.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"w\n\x12ListModelsResponse\x12\x35\n\x06models\x18\x01 \x03(\x0b\x32%.paceline.v1.ListModelsResponse.Model\x1a*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\x84\x03\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12M\n\nListModels\x12\x1e.paceline.v1.ListModelsRequest\x1a\x1f.paceline.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.paceline.v1.TokenizeRequest\x1a\x1d.paceline.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.paceline.v1.DetokenizeRequest\x1a\x1f.paceline.v1.DetokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,46 +35,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_TOOL']._serialized_start=71
-  _globals['_TOOL']._serialized_end=205
-  _globals['_TOOLCALL']._serialized_start=207
-  _globals['_TOOLCALL']._serialized_end=277
-  _globals['_GENERATEREQUEST']._serialized_start=280
-  _globals['_GENERATEREQUEST']._serialized_end=2118
-  _globals['_GENERATEREQUEST_CHAT']._serialized_start=772
-  _globals['_GENERATEREQUEST_CHAT']._serialized_end=1285
-  _globals['_GENERATEREQUEST_CHAT_MESSAGE']._serialized_start=1023
-  _globals['_GENERATEREQUEST_CHAT_MESSAGE']._serialized_end=1188
-  _globals['_GENERATEREQUEST_SAMPLING']._serialized_start=1288
-  _globals['_GENERATEREQUEST_SAMPLING']._serialized_end=2027
-  _globals['_GENERATEREQUEST_SAMPLING_LOGITBIASENTRY']._serialized_start=1795
-  _globals['_GENERATEREQUEST_SAMPLING_LOGITBIASENTRY']._serialized_end=1843
-  _globals['_GENERATERESPONSE']._serialized_start=2121
-  _globals['_GENERATERESPONSE']._serialized_end=2866
-  _globals['_GENERATERESPONSE_TOKENLOGPROB']._serialized_start=2625
-  _globals['_GENERATERESPONSE_TOKENLOGPROB']._serialized_end=2675
-  _globals['_GENERATERESPONSE_LOGPROBS']._serialized_start=2677
-  _globals['_GENERATERESPONSE_LOGPROBS']._serialized_end=2776
-  _globals['_GENERATERESPONSE_PROMPTLOGPROBS']._serialized_start=2778
-  _globals['_GENERATERESPONSE_PROMPTLOGPROBS']._serialized_end=2866
-  _globals['_TOKENIZEREQUEST']._serialized_start=2869
-  _globals['_TOKENIZEREQUEST']._serialized_end=3034
-  _globals['_TOKENIZERESPONSE']._serialized_start=3036
-  _globals['_TOKENIZERESPONSE']._serialized_end=3096
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3098
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3151
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3153
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3187
-  _globals['_ABORTREQUEST']._serialized_start=3189
-  _globals['_ABORTREQUEST']._serialized_end=3223
-  _globals['_ABORTRESPONSE']._serialized_start=3225
-  _globals['_ABORTRESPONSE']._serialized_end=3257
-  _globals['_LISTMODELSREQUEST']._serialized_start=3259
-  _globals['_LISTMODELSREQUEST']._serialized_end=3278
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3280
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3399
-  _globals['_LISTMODELSRESPONSE_MODEL']._serialized_start=3357
-  _globals['_LISTMODELSRESPONSE_MODEL']._serialized_end=3399
-  _globals['_INFERENCESERVICE']._serialized_start=3402
-  _globals['_INFERENCESERVICE']._serialized_end=3790
+  _globals['_TOOL']._serialized_start=97
+  _globals['_TOOL']._serialized_end=231
+  _globals['_TOOLCALL']._serialized_start=233
+  _globals['_TOOLCALL']._serialized_end=303
+  _globals['_GENERATEREQUEST']._serialized_start=306
+  _globals['_GENERATEREQUEST']._serialized_end=2388
+  _globals['_GENERATEREQUEST_CHAT']._serialized_start=993
+  _globals['_GENERATEREQUEST_CHAT']._serialized_end=1506
+  _globals['_GENERATEREQUEST_CHAT_MESSAGE']._serialized_start=1244
+  _globals['_GENERATEREQUEST_CHAT_MESSAGE']._serialized_end=1409
+  _globals['_GENERATEREQUEST_SAMPLING']._serialized_start=1509
+  _globals['_GENERATEREQUEST_SAMPLING']._serialized_end=2248
+  _globals['_GENERATEREQUEST_SAMPLING_LOGITBIASENTRY']._serialized_start=2016
+  _globals['_GENERATEREQUEST_SAMPLING_LOGITBIASENTRY']._serialized_end=2064
+  _globals['_GENERATEREQUEST_CHOICE']._serialized_start=2250
+  _globals['_GENERATEREQUEST_CHOICE']._serialized_end=2273
+  _globals['_GENERATERESPONSE']._serialized_start=2391
+  _globals['_GENERATERESPONSE']._serialized_end=3270
+  _globals['_GENERATERESPONSE_TOKENLOGPROB']._serialized_start=3014
+  _globals['_GENERATERESPONSE_TOKENLOGPROB']._serialized_end=3064
+  _globals['_GENERATERESPONSE_LOGPROBS']._serialized_start=3066
+  _globals['_GENERATERESPONSE_LOGPROBS']._serialized_end=3165
+  _globals['_GENERATERESPONSE_PROMPTLOGPROBS']._serialized_start=3167
+  _globals['_GENERATERESPONSE_PROMPTLOGPROBS']._serialized_end=3255
+  _globals['_TOKENIZEREQUEST']._serialized_start=3273
+  _globals['_TOKENIZEREQUEST']._serialized_end=3438
+  _globals['_TOKENIZERESPONSE']._serialized_start=3440
+  _globals['_TOKENIZERESPONSE']._serialized_end=3500
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3502
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3555
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3557
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3591
+  _globals['_ABORTREQUEST']._serialized_start=3593
+  _globals['_ABORTREQUEST']._serialized_end=3627
+  _globals['_ABORTRESPONSE']._serialized_start=3629
+  _globals['_ABORTRESPONSE']._serialized_end=3661
+  _globals['_LISTMODELSREQUEST']._serialized_start=3663
+  _globals['_LISTMODELSREQUEST']._serialized_end=3682
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3684
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3803
+  _globals['_LISTMODELSRESPONSE_MODEL']._serialized_start=3761
+  _globals['_LISTMODELSRESPONSE_MODEL']._serialized_end=3803
+  _globals['_INFERENCESERVICE']._serialized_start=3806
+  _globals['_INFERENCESERVICE']._serialized_end=4194
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from paceline.v1 import common_pb2 as _common_pb2
+from paceline.v1 import target_pb2 as _target_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -32,7 +33,7 @@ class ToolCall(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "speculative", "cache_salt", "json_schema", "regex", "grammar", "n", "echo", "request_id", "truncate_prompt_tokens", "priority", "stream_interval")
+    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "speculative", "cache_salt", "json_schema", "regex", "grammar", "json_object", "choice", "structural_tag", "n", "echo", "request_id", "truncate_prompt_tokens", "priority", "stream_interval", "include_stop_str_in_output", "skip_special_tokens", "return_tree")
     class Chat(_message.Message):
         __slots__ = ("messages", "tools", "tool_choice", "tool_name", "parallel_tool_calls", "reasoning_effort", "include_reasoning")
         class Message(_message.Message):
@@ -109,6 +110,11 @@ class GenerateRequest(_message.Message):
         logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
         bad_words: _containers.RepeatedScalarFieldContainer[str]
         def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
+    class Choice(_message.Message):
+        __slots__ = ("texts",)
+        TEXTS_FIELD_NUMBER: _ClassVar[int]
+        texts: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -120,12 +126,18 @@ class GenerateRequest(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURAL_TAG_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_TREE_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     tokens: _common_pb2.TokenSequence
@@ -137,16 +149,22 @@ class GenerateRequest(_message.Message):
     json_schema: str
     regex: str
     grammar: str
+    json_object: bool
+    choice: GenerateRequest.Choice
+    structural_tag: str
     n: int
     echo: bool
     request_id: str
     truncate_prompt_tokens: int
     priority: int
     stream_interval: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenSequence, _Mapping]] = ..., chat: _Optional[_Union[GenerateRequest.Chat, _Mapping]] = ..., sampling: _Optional[_Union[GenerateRequest.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., n: _Optional[int] = ..., echo: _Optional[bool] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., stream_interval: _Optional[int] = ...) -> None: ...
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    return_tree: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenSequence, _Mapping]] = ..., chat: _Optional[_Union[GenerateRequest.Chat, _Mapping]] = ..., sampling: _Optional[_Union[GenerateRequest.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., json_object: _Optional[bool] = ..., choice: _Optional[_Union[GenerateRequest.Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., n: _Optional[int] = ..., echo: _Optional[bool] = ..., request_id: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., stream_interval: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., return_tree: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "speculation", "timings", "index", "log_probs", "prompt_log_probs", "prompt_token_ids", "reasoning", "tool_calls", "reasoning_tokens")
+    __slots__ = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "speculation", "timings", "index", "log_probs", "prompt_log_probs", "prompt_token_ids", "reasoning", "tool_calls", "reasoning_tokens", "accepted", "trees", "stop_string", "stop_token_id")
     class TokenLogProb(_message.Message):
         __slots__ = ("token_id", "log_prob")
         TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +202,10 @@ class GenerateResponse(_message.Message):
     REASONING_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TREES_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _common_pb2.FinishReason
@@ -198,7 +220,11 @@ class GenerateResponse(_message.Message):
     reasoning: str
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
     reasoning_tokens: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., index: _Optional[int] = ..., log_probs: _Optional[_Iterable[_Union[GenerateResponse.LogProbs, _Mapping]]] = ..., prompt_log_probs: _Optional[_Iterable[_Union[GenerateResponse.PromptLogProbs, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    accepted: _containers.RepeatedScalarFieldContainer[bool]
+    trees: _containers.RepeatedCompositeFieldContainer[_target_pb2.DeltaFrame.VerifiedTree]
+    stop_string: str
+    stop_token_id: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., index: _Optional[int] = ..., log_probs: _Optional[_Iterable[_Union[GenerateResponse.LogProbs, _Mapping]]] = ..., prompt_log_probs: _Optional[_Iterable[_Union[GenerateResponse.PromptLogProbs, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., reasoning_tokens: _Optional[int] = ..., accepted: _Optional[_Iterable[bool]] = ..., trees: _Optional[_Iterable[_Union[_target_pb2.DeltaFrame.VerifiedTree, _Mapping]]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens")

@@ -79,7 +79,7 @@ def encode_delta(delta: Delta, request_id: str) -> pb.DeltaFrame.Delta:
         stop_token_id=delta.stop_token,
         accepted=delta.accepted,
         prompt_log_probs=[_encode_prompt_log_probs(part) for part in delta.prompt_log_probs],
-        trees=[_encode_tree(tree) for tree in delta.trees],
+        trees=[encode_tree(tree) for tree in delta.trees],
     )
 
 
@@ -147,7 +147,7 @@ def _decode_prompt_log_probs(message: pb.DeltaFrame.PromptLogProbs) -> PromptLog
     return PromptLogProbs(message.start, [_decode_log_probs(each) for each in message.entries])
 
 
-def _encode_tree(tree: VerifiedTree) -> pb.DeltaFrame.VerifiedTree:
+def encode_tree(tree: VerifiedTree) -> pb.DeltaFrame.VerifiedTree:
     return pb.DeltaFrame.VerifiedTree(
         parents=tree.parents, token_ids=tree.tokens, accepted=tree.accepted, methods=tree.methods
     )

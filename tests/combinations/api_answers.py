@@ -21,11 +21,29 @@ from tests.combinations.request_rules import Combination, Json
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 SAMPLING = inference_pb2.GenerateRequest.Sampling.DESCRIPTOR.fields_by_name
-SAME = {"n", "echo", "request_id", "truncate_prompt_tokens", "priority", "stream_interval", "cache_salt"}
+SAME = {
+    "n",
+    "echo",
+    "request_id",
+    "truncate_prompt_tokens",
+    "priority",
+    "stream_interval",
+    "cache_salt",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "return_tree",
+}
 """Fields that `GenerateRequest` has under the same names."""
 CHAT_FIELDS = {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning"}
-STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}
-IMPLIED = {"stream", "stream_options", "return_token_ids", "speculation_stats", "top_logprobs"}
+IMPLIED = {
+    "stream",
+    "stream_options",
+    "return_token_ids",
+    "return_accepted",
+    "speculation_stats",
+    "top_logprobs",
+    "spaces_between_special_tokens",
+}
 """What every gRPC response does, or another field says."""
 
 
@@ -76,7 +94,8 @@ class ApiClient:
         for chunk in chunks:
             for call in chunk.get("tool_calls", []):
                 call.pop("id", None)
-            chunk.pop("timings", None)
+            for name in ("timings", "accepted", "trees"):
+                chunk.pop(name, None)
             if parts := chunk.pop("prompt_log_probs", None):
                 chunk["prompt_log_probs"] = [entry for part in parts for entry in part["entries"]]
             self.accepted += int(chunk.pop("speculation", {}).get("accepted_tokens", 0))
@@ -136,7 +155,10 @@ def _merge(whole: Json, part: Json) -> None:
         elif isinstance(value, dict):
             whole[name] = known or {}
             _merge(whole[name], value)
-        elif name in ("index", "role", "type", "finish_reason", "stop_reason") or known is None:
+        elif (
+            name in ("index", "role", "type", "finish_reason", "stop_reason", "stop_string", "stop_token_id")
+            or known is None
+        ):
             whole[name] = value if value is not None else known
         elif value is not None:
             whole[name] = known + value
@@ -161,9 +183,9 @@ def as_grpc(sent: Combination) -> inference_pb2.GenerateRequest | None:
             elif name == "speculative":
                 limits = {"enabled": value} if isinstance(value, bool) else value
                 request.speculative.CopyFrom(common_pb2.SpeculativeOptions(**limits))
-            elif name == "structured_outputs" and len(value) == 1 and (kind := next(iter(value))) in STRUCTURES:
-                text = value[kind] if isinstance(value[kind], str) else json.dumps(value[kind])
-                setattr(request, STRUCTURES[kind], text)
+            elif name == "structured_outputs" and len(value) == 1:
+                [(kind, structure)] = value.items()
+                _set_structure(request, kind, structure)
             elif name == "prompt" and isinstance(value, str):
                 request.text = value
             elif name == "prompt" and isinstance(value[0], int):
@@ -183,6 +205,16 @@ def _set(sampling: Any, name: str, value: Any) -> None:
         getattr(sampling, name).extend(value)
     else:
         setattr(sampling, name, value)
+
+
+def _set_structure(request: inference_pb2.GenerateRequest, kind: str, value: Any) -> None:
+    if kind == "choice":
+        request.choice.texts.extend(value)
+    elif kind == "json_object":
+        request.json_object = value
+    else:
+        name = "json_schema" if kind == "json" else kind
+        setattr(request, name, value if isinstance(value, str) else json.dumps(value))
 
 
 def _set_chat(chat: Any, name: str, value: Any) -> None:

@@ -11,6 +11,8 @@ import pytest_asyncio
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paceline.config import SamplingParams
+from paceline.core.messages import GenerationRequest
 from paceline.v1 import common_pb2, inference_pb2
 from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.grpc import inference_servicer
@@ -66,15 +68,33 @@ async def test_every_kind_of_prompt_is_answered(stub: Any, request_: Any) -> Non
     assert last.timings.total_s == 1.0
 
 
+TAG = '{"type": "structural_tag", "format": {"type": "regex", "pattern": "[a-c]+"}}'
+
+
 @pytest.mark.parametrize(
-    "structure", [{"json_schema": '{"type": "integer"}'}, {"regex": "[a-c]+"}, {"grammar": 'root ::= "x"'}], ids=str
+    ("structure", "field", "broken"),
+    [
+        ({"json_schema": '{"type": "integer"}'}, {"json": {"type": "integer"}}, {"json_schema": "("}),
+        ({"regex": "[a-c]+"}, {"regex": "[a-c]+"}, {"regex": "("}),
+        ({"grammar": 'root ::= "x"'}, {"grammar": 'root ::= "x"'}, {"grammar": "("}),
+        ({"json_object": True}, {"json_object": True}, {"json_object": False}),
+        ({"choice": {"texts": ["a", "b"]}}, {"choice": ["a", "b"]}, {"choice": {}}),
+        ({"structural_tag": TAG}, {"structural_tag": TAG}, {"structural_tag": "("}),
+    ],
+    ids=str,
 )
-async def test_structure_reaches_the_target(stack: Stack, stub: Any, structure: dict[str, str]) -> None:
+async def test_structure_reaches_the_target(
+    stack: Stack, stub: Any, structure: dict[str, Any], field: dict[str, Any], broken: dict[str, Any]
+) -> None:
+    """As over HTTP."""
     stack.decoder.requests.clear()
     await generated(stub, Request(text="x", **structure))
-    assert "start" in stack.decoder.requests[0].sampling.grammar
-    broken = await refusal(stub, Request(text="x", **dict.fromkeys(structure, "(")))
-    assert "structured_outputs" in (broken.details() or "")
+    await stack.complete("x", structured_outputs=field)
+    ours, theirs = [request.sampling.grammar for request in stack.decoder.requests]
+    assert "start" in ours
+    assert ours == theirs
+    refused = await refusal(stub, Request(text="x", **broken))
+    assert (refused.code(), "structured_outputs" in (refused.details() or "")) == (StatusCode.INVALID_ARGUMENT, True)
 
 
 async def test_parameters_reach_the_target(stack: Stack, stub: Any) -> None:
@@ -125,6 +145,9 @@ async def test_errors_are_status_codes_that_name_the_field(
 
 
 WORDS = TOKENIZER.encode("def read(path):\n    return open(path)")
+COUNTED = counts(GenerationRequest("", WORDS, SamplingParams(seed=5)))
+PIECES = [TOKENIZER.decode([token]) for token in COUNTED[:9]]
+"""What the target says to `WORDS` with seed 5."""
 SHARED = {"seed": 5, "temperature": 0.5, "allowed_token_ids": [300, 301], "bad_words": ["import"], "min_tokens": 2}
 
 
@@ -137,6 +160,10 @@ SHARED = {"seed": 5, "temperature": 0.5, "allowed_token_ids": [300, 301], "bad_w
         ({"n": 2}, {"prompt_logprobs": 3, "logprobs": 0}),
         ({"echo": True, "truncate_prompt_tokens": 3}, {}),
         ({"echo": True, "truncate_prompt_tokens": -1}, {"logprobs": 0, "max_tokens": 0, "min_tokens": 0}),
+        ({"return_tree": True, "n": 2}, {}),
+        ({"stop": [PIECES[3]]}, {}),
+        ({"stop": [PIECES[3]], "include_stop_str_in_output": True, "skip_special_tokens": False}, {}),
+        ({}, {"stop_token_ids": [COUNTED[4]]}),
         ({"stream_interval": 4, "priority": -2, "request_id": "a/b"}, {"logprobs": 1, "logprob_token_ids": [7, 8]}),
     ],
     ids=str,
@@ -147,16 +174,22 @@ async def test_a_call_gives_what_http_gives(more: dict[str, Any], fields: dict[s
     async with open_stack(counts) as stack, stack.inference() as stub:
         request = Request(tokens={"token_ids": WORDS}, sampling=fields, **more)
         choices = joined(await generated(stub, request))
-        answer = await stack.complete(WORDS, return_token_ids=True, **fields, **more)
+        answer = await stack.complete(WORDS, return_token_ids=True, return_accepted=True, **fields, **more)
         assert answer.status_code == 200, answer.text
         ours, theirs = (
-            [(r.prompt, r.sampling, r.choice, r.priority) for r in requests]
+            [(r.prompt, r.sampling, r.choice, r.priority, r.return_tree) for r in requests]
             for requests in zip(*[iter(stack.decoder.requests)] * more.get("n", 1), strict=True)
         )
     assert ours == theirs
     for choice, expected in zip(choices, answer.json()["choices"], strict=True):
         assert choice["text"] == expected["text"]
         assert choice["token_ids"] == expected["token_ids"]
+        assert choice["accepted"] == expected["accepted"]
+        assert choice["trees"] == [
+            [(node["parent"], node["token_id"], node["accepted"], node["method"]) for node in tree]
+            for tree in expected.get("trees", ())
+        ]
+        assert choice["stop_reason"] == expected["stop_reason"]
         assert choice["prompt_token_ids"] == (expected["prompt_token_ids"] if more.get("echo") else [])
         if "logprobs" in fields:
             values: list[float | None] = [each.log_prob for each in choice["log_probs"]]
@@ -176,16 +209,20 @@ def joined(responses: list[Any]) -> list[dict[str, Any]]:
     """What the responses to a call add up to, by choice. Parts of a prompt follow one another."""
     choices: dict[int, dict[str, Any]] = {}
     for response in responses:
-        names = ("token_ids", "log_probs", "prompt_log_probs", "prompt_token_ids")
+        names = ("token_ids", "log_probs", "accepted", "trees", "prompt_log_probs", "prompt_token_ids")
         choice = choices.setdefault(response.index, {"text": ""} | {name: [] for name in names})
         assert "ended" not in choice
         choice["text"] += response.text
-        for name in ("token_ids", "log_probs", "prompt_token_ids"):
+        for name in ("token_ids", "log_probs", "accepted", "prompt_token_ids"):
             choice[name] += getattr(response, name)
+        for tree in response.trees:
+            choice["trees"].append(list(zip(tree.parents, tree.token_ids, tree.accepted, tree.methods, strict=True)))
         for part in response.prompt_log_probs:
             assert (response.index, part.start) == (0, 1 + len(choice["prompt_log_probs"]))
             assert not choice["token_ids"]
             choice["prompt_log_probs"] += part.entries
+        stop = response.WhichOneof("stop_reason")
+        choice["stop_reason"] = getattr(response, stop) if stop else None
         if response.finish_reason:
             choice["ended"] = True
     return [choices[index] for index in sorted(choices)]

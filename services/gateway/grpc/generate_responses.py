@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.core.messages import Delta, GenerationRequest, LogProbs
 from paceline.v1 import inference_pb2 as pb
 from paceline.wire.common_codec import FINISH_REASONS, encode_stats, encode_timings
+from paceline.wire.target_codec import encode_tree
 from paceline_services.gateway.grpc.chat_codec import add_parts
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
@@ -44,7 +45,12 @@ def _encode_delta(index: int, delta: Delta, chat: ChatOutput | None) -> pb.Gener
     """`chat` None: the text is no chat's."""
     log_probs = [_encode_log_probs(each) for each in delta.log_probs]
     response = pb.GenerateResponse(
-        index=index, token_ids=delta.tokens, log_probs=log_probs, reasoning_tokens=delta.reasoning_tokens
+        index=index,
+        token_ids=delta.tokens,
+        log_probs=log_probs,
+        accepted=delta.accepted,
+        trees=map(encode_tree, delta.trees),
+        reasoning_tokens=delta.reasoning_tokens,
     )
     if chat is None:
         response.text = delta.text
@@ -54,6 +60,11 @@ def _encode_delta(index: int, delta: Delta, chat: ChatOutput | None) -> pb.Gener
         response.finish_reason = FINISH_REASONS[delta.finish_reason]
         response.prompt_tokens = delta.usage.prompt_tokens
         response.completion_tokens = delta.usage.completion_tokens
+        match delta.stop_reason:
+            case str():
+                response.stop_string = delta.stop_reason
+            case int():
+                response.stop_token_id = delta.stop_reason
         response.timings.CopyFrom(encode_timings(delta.timings))
         if delta.speculation is not None:
             response.speculation.CopyFrom(encode_stats(delta.speculation))

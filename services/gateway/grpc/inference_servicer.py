@@ -69,9 +69,8 @@ STATUSES: Statuses = {
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata: when a client may retry (gRFC A6)."""
 
-STRUCTURES = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
-"""The keys of the HTTP body's `structured_outputs`, by field of `GenerateRequest`."""
-CONVERTED_FIELDS = frozenset({"text", "tokens", "chat", "sampling", "speculative", *STRUCTURES})
+STRUCTURES = frozenset(field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["structure"].fields)
+CONVERTED_FIELDS = frozenset({"text", "tokens", "chat", "sampling", "speculative"}) | STRUCTURES
 """Fields of `GenerateRequest` that the HTTP body has in another form. It has all others under the same names."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -234,7 +233,20 @@ def _body_fields(request: pb.GenerateRequest) -> dict[str, Any]:
         "max_tokens": CompletionBody.default_max_tokens,
         **set_fields(request.sampling),
         **{name: value for name, value in given.items() if name not in CONVERTED_FIELDS},
-        "structured_outputs": {key: given[name] for name, key in STRUCTURES.items() if name in given} or None,
+        "structured_outputs": _structure(request),
         "speculation_stats": speculative.pop("report", False),
         "speculative": speculative or None,
     }
+
+
+def _structure(request: pb.GenerateRequest) -> dict[str, Any] | None:
+    """The HTTP body's `structured_outputs`."""
+    match request.WhichOneof("structure"):
+        case None:
+            return None
+        case "json_schema":
+            return {"json": request.json_schema}
+        case "choice":
+            return {"choice": list(request.choice.texts)}
+        case kind:
+            return {kind: getattr(request, kind)}
