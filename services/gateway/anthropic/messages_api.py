@@ -14,12 +14,10 @@ from paceline_services.gateway.anthropic.chat_conversion import FIELDS, chat_bod
 from paceline_services.gateway.anthropic.message_bodies import CountTokensBody, MessagesBody
 from paceline_services.gateway.anthropic.message_response import MessageResponse, error_event
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.error_shape import MESSAGES_PATH
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.http.http_metrics import SPAN
-from paceline_services.gateway.http.resumption import numbered, open_journal
+from paceline_services.gateway.http.resumption import begin_request, numbered
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
@@ -27,7 +25,7 @@ from paceline_services.gateway.openai.chat_prompt import render_chat
 from paceline_services.gateway.openai.prompt_encoding import encode
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
-from paceline_services.gateway.request_trace import start_request_span, traced
+from paceline_services.gateway.request_trace import traced
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
 NULLABLE_TEXT: dict[str, Any] = {"type": ["string", "null"]}
@@ -66,13 +64,9 @@ def add_messages_api(app: FastAPI, models: ModelDirectory, journals: Journals) -
 
     @app.post(MESSAGES_PATH)
     async def messages(request: Request) -> Response:
-        models.check_capacity()
-        state = request.scope["state"]
-        span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=True)
-        journal = await open_journal(request, models, journals)
+        journal, client, span = await begin_request(request, models, journals, chat=True)
         body = parse_body(journal.body, MessagesBody)
         model = models.model(body.model)
-        client = client_of(request)
         with _errors_named_as_here():
             chat = chat_body(body)
             requests = await build_requests(chat, model, journal.id, client, journal.headers, span)
@@ -80,7 +74,7 @@ def add_messages_api(app: FastAPI, models: ModelDirectory, journals: Journals) -
         output = journal.deltas(model, requests, client, streamed=bool(body.stream))
         deltas = traced(span, model.model, requests, output, streamed=bool(body.stream))
         if body.stream:
-            to_event = partial(error_event, request_id=state[REQUEST_ID_HEADER])
+            to_event = partial(error_event, request_id=request.scope["state"][REQUEST_ID_HEADER])
             return EventStream(numbered(journal, response.events(deltas)), closing=b"", error=to_event)
         [whole] = await while_connected(request.receive, collect(requests, deltas))
         return JsonResponse(response.message(whole))

@@ -8,10 +8,12 @@ from contextlib import aclosing
 
 from fastapi import Request
 
+from paceline.telemetry.tracing import TraceSpan
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
+from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.http_body import read_body
-from paceline_services.gateway.http.http_metrics import REQUEST_ID
+from paceline_services.gateway.http.http_metrics import REQUEST_ID, SPAN
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.journal import Journal, Journals
 from paceline_services.gateway.model_directory import ModelDirectory
@@ -21,6 +23,7 @@ from paceline_services.gateway.request_headers import (
     REQUEST_ID_HEADER,
     SESSION_HEADER,
 )
+from paceline_services.gateway.request_trace import start_request_span
 
 EVENT_ID = re.compile(r"([0-9a-f]{32}):([0-9]{1,9})")
 """The request's id, and the event's number in its stream."""
@@ -28,7 +31,29 @@ REQUEST_HEADERS = (LABELS_HEADER, SESSION_HEADER, REQUEST_ID_HEADER)
 """The headers that belong to a request as its body does."""
 
 
-async def open_journal(request: Request, models: ModelDirectory, journals: Journals) -> Journal:
+async def begin_request(
+    request: Request, models: ModelDirectory, journals: Journals, *, chat: bool
+) -> tuple[Journal, ApiClient, TraceSpan]:
+    """What every generation begins with: its journal with the body, its client, and its span. `chat`: names the span.
+
+    Raises as `ModelDirectory.check_capacity` and `_open_journal`.
+    """
+    models.check_capacity()
+    span = request.scope["state"][SPAN] = start_request_span(models.first.tracing, request.headers, chat=chat)
+    return await _open_journal(request, models, journals), client_of(request), span
+
+
+async def numbered(journal: Journal, events: AsyncGenerator[ServerSentEvent]) -> AsyncGenerator[ServerSentEvent]:
+    """The events that the client has not seen, with their ids."""
+    number = 0
+    async with aclosing(events):
+        async for event in events:
+            number += 1
+            if number > journal.seen:
+                yield ServerSentEvent(event.data, event.event, journal.event_id(number))
+
+
+async def _open_journal(request: Request, models: ModelDirectory, journals: Journals) -> Journal:
     """The journal of a new request, whose body is read; with `Last-Event-ID` that of the request to be continued.
 
     Raises as `read_body`; `InvalidRequestError` (404) if the journal is not there, `UnavailableError` without Redis.
@@ -48,13 +73,3 @@ async def open_journal(request: Request, models: ModelDirectory, journals: Journ
     journal.seen = int(known[2])
     state[REQUEST_ID] = journal.id
     return journal
-
-
-async def numbered(journal: Journal, events: AsyncGenerator[ServerSentEvent]) -> AsyncGenerator[ServerSentEvent]:
-    """The events that the client has not seen, with their ids."""
-    number = 0
-    async with aclosing(events):
-        async for event in events:
-            number += 1
-            if number > journal.seen:
-                yield ServerSentEvent(event.data, event.event, journal.event_id(number))

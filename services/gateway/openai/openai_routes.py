@@ -11,13 +11,9 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from paceline.core.messages import Delta, GenerationRequest
-from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.http.http_metrics import (
-    SPAN,
-)
-from paceline_services.gateway.http.resumption import numbered, open_journal
+from paceline_services.gateway.http.resumption import begin_request, numbered
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
@@ -33,7 +29,7 @@ from paceline_services.gateway.openai.chat_prompt import encode_body
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
 from paceline_services.gateway.openai.prompt_encoding import decode, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.request_trace import start_request_span, traced
+from paceline_services.gateway.request_trace import traced
 from paceline_services.gateway.served_model import ServedModel
 
 
@@ -55,13 +51,9 @@ def _add_generation(
 ) -> None:
     @app.post(path, name=path.removeprefix("/v1/").replace("/", "_"))
     async def generate(request: Request) -> Response:
-        models.check_capacity()
-        state = request.scope["state"]
-        span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=body_type is ChatBody)
-        journal = await open_journal(request, models, journals)
+        journal, client, span = await begin_request(request, models, journals, chat=body_type is ChatBody)
         body = parse_body(journal.body, body_type)
         model = models.model(body.model)
-        client = client_of(request)
         requests = await build_requests(body, model, journal.id, client, journal.headers, span)
         response = response_type(body, requests, model, journal.created)
         output = journal.deltas(model, requests, client, streamed=response.streamed)

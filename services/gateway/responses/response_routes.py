@@ -15,11 +15,10 @@ from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse
-from paceline_services.gateway.http.http_metrics import SPAN
-from paceline_services.gateway.http.resumption import numbered, open_journal
+from paceline_services.gateway.http.resumption import begin_request, numbered
 from paceline_services.gateway.journal import StreamLeftError
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
-from paceline_services.gateway.request_trace import start_request_span, traced
+from paceline_services.gateway.request_trace import traced
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_generation import ResponseGeneration, ResponseRequests
@@ -52,18 +51,14 @@ def add_responses(app: FastAPI, requests: ResponseRequests, background: Backgrou
 def _add_creation(app: FastAPI, requests: ResponseRequests, background: BackgroundResponses) -> None:
     @app.post(COLLECTION, name="responses")
     async def create(request: Request) -> Response:
-        models = requests.models
-        models.check_capacity()
-        state = request.scope["state"]
-        span = state[SPAN] = start_request_span(models.first.tracing, request.headers, chat=True)
-        journal = await open_journal(request, models, requests.journals)
-        made = await requests.prepare(journal, client_of(request), span)
+        journal, client, span = await begin_request(request, requests.models, requests.journals, chat=True)
+        made = await requests.prepare(journal, client, span)
         streamed = bool(made.body.stream)
         if made.body.background:
             if not journal.position:
                 await background.begin(journal, made)
             if streamed:
-                return await _followed(requests, journal.id, client_of(request), journal.seen)
+                return await _followed(requests, journal.id, client, journal.seen)
             return JsonResponse(made.response.as_json("queued"))
         output = journal.deltas(made.model, [made.request], made.client, streamed=streamed)
         deltas = traced(span, made.model.model, [made.request], output, streamed=streamed)
@@ -102,7 +97,7 @@ def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
         """Ends a response that runs here, or in the background at any gateway."""
         client = client_of(request)
         response = requests.running.get((client.name, response_id))
-        if response is not None and requests.models.abort(client.name, response_id):
+        if response is not None and not response.ended and requests.models.abort(client.name, response_id):
             return JsonResponse(response.as_json("cancelled"))
         made = await _so_far(requests, response_id, client)
         if made is not None and not made.response.ended:
