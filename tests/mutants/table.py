@@ -211,7 +211,7 @@ MUTANTS = (
         "paceline/core/sampling.py",
         "last = self._recent_with(path)",
         "last = self._recent_with(())",
-        API,
+        SAMPLING,
     ),
     Mutant(
         "a shortlist's noise is that of places, not of tokens",
