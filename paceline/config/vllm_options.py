@@ -21,6 +21,9 @@ class VllmOptions(Settings):
         default_factory=dict,
         description="arguments of vLLM's engine, by its names: quantization, gpu_memory_utilization, ...",
     )
+    hidden_state_layers: tuple[int, ...] = Field(
+        (), description="layers whose hidden states draft workers read (EAGLE-3 and other heads), ascending"
+    )
 
     @field_validator("python")
     @classmethod

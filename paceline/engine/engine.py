@@ -37,7 +37,7 @@ from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import Clock, make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
-from paceline.engine.hidden_states import HiddenStates
+from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT, HiddenStates
 from paceline.engine.prompt_scores import score_prompts
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
@@ -49,8 +49,6 @@ from paceline.telemetry.step_stats import StepStats
 
 log = logging.getLogger(__name__)
 
-MAX_HIDDEN_STATES_SENT = 256
-"""Most positions of one request whose hidden states a step sends: as many as a step computes, by default."""
 NOT_FINITE_ERROR = "the model's logits are not finite numbers here: its weights or this input overflow its dtype"
 STATS_INTERVAL_S = 0.1
 """How often deltas of running requests carry statistics."""

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+MAX_HIDDEN_STATES_SENT = 256
+"""Most positions of one request whose hidden states a step sends: as many as a step computes, by default."""
+
 
 class HiddenStates:
     """[slots + 1, layers, hidden size] in the model's dtype, allocated at the first `store`. Slot 0 is padding."""

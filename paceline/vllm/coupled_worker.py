@@ -10,6 +10,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from paceline.vllm.coupled_draws import CoupledDraws, VllmRequest
+from paceline.vllm.kv_hidden_states import KvHiddenStates
 from paceline.vllm.remote_drafts import RemoteDrafts
 from paceline.vllm.row_description import RowDescription
 
@@ -38,8 +39,26 @@ class CoupledWorker(Worker):  # type: ignore[misc]
         drafter = getattr(runner, "drafter", None)
         if drafter is not None:
             runner.rejection_sampler = CoupledRejectionSampler(batch, runner.sampler, runner.speculative_config)
+        self._hidden_states: KvHiddenStates | None = None
         if isinstance(drafter, RemoteDrafts):
             drafter.predict_draws(batch.describe)
+            if drafter.hidden_state_layers:
+                self._hidden_states = KvHiddenStates(runner)
+                drafter.read_hidden_states(self._hidden_states.gather)
+                runner.use_aux_hidden_state_outputs = True  # as for vLLM's own EAGLE-3
+
+    def load_model(self, *arguments: Any, **others: Any) -> None:
+        super().load_model(*arguments, **others)
+        if self._hidden_states is not None:
+            layers = self.model_runner.drafter.hidden_state_layers
+            self.model_runner.get_model().set_aux_hidden_state_layers(layers)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        output = super().execute_model(scheduler_output)
+        step = self.model_runner.execute_model_state
+        if self._hidden_states is not None and step is not None:  # tokens are drawn after this
+            self._hidden_states.store(step.aux_hidden_states, scheduler_output.total_num_scheduled_tokens)
+        return output
 
 
 class _Batch:

@@ -51,7 +51,7 @@ def engine_arguments(
     if config.cpus and config.tensor_parallel_size > 1:
         raise ValueError("cpus in --engine-config is for one rank: set VLLM_CPU_OMP_THREADS_BIND for several")
     ours = {SAME[name]: getattr(config, name) for name in SAME if name in changed}
-    drafts = _drafts(speculation, redis_url, tls_files)
+    drafts = _drafts(speculation, options.hidden_state_layers, redis_url, tls_files)
     additional = {**drafts.pop("additional_config", {}), **options.engine_args.get("additional_config", {})}
     structured = {"structured_outputs_config": {"backend": "guidance"}}  # the grammars are written for it
     return {
@@ -69,8 +69,10 @@ def _default(name: str) -> Any:
     return EngineConfig.model_fields[name].default
 
 
-def _drafts(config: SpeculativeConfig, redis_url: str | None, tls_files: Sequence[str] | None) -> dict[str, Any]:
-    """Speculation with the draft pool."""
+def _drafts(
+    config: SpeculativeConfig, layers: Sequence[int], redis_url: str | None, tls_files: Sequence[str] | None
+) -> dict[str, Any]:
+    """Speculation with the draft pool. `layers`: whose hidden states drafts read."""
     if not config.enabled:
         return {}
     if (strategy := config.strategy.name) != "coupled":
@@ -83,9 +85,9 @@ def _drafts(config: SpeculativeConfig, redis_url: str | None, tls_files: Sequenc
             'vLLM drafts in its own process by its own methods: --vllm-options \'{"engine_args": '
             '{"speculative_config": {...}}}\''
         )
-    if config.method in HEADS:
-        raise ValueError(f"{config.method} needs hidden states, which vLLM does not send to draft workers")
-    settings: dict[str, Any] = {"redis_url": redis_url, "lookups": config.beside}
+    if config.method in HEADS and not layers:
+        raise ValueError(f"{config.method} needs hidden states: name its hidden_state_layers in --vllm-options")
+    settings: dict[str, Any] = {"redis_url": redis_url, "lookups": config.beside, "hidden_state_layers": layers}
     if not (redis_url or config.beside or os.environ.get(DRAFTS_VARIABLE)):
         raise ValueError(f"no draft workers: give --redis-url, or set {DRAFTS_VARIABLE}=HOST:PORT,...")
     lookup_settings = {name: value for name, value in config if name.startswith(LOOKUP_KEYS)}

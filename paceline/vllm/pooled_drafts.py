@@ -13,17 +13,20 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol
 
+from torch import Tensor
+
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.messages import GenerationRequest
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import StepCost, nodes_to_verify
 from paceline.core.tree import TokenTree
 from paceline.drafting import build_lookups
-from paceline.drafting.speculator import Commit
+from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient, LocalDraftClient
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
+from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
 from paceline.launcher import Backoff
 from paceline.vllm.batch import Batch, ChainRequest, TokenIds
@@ -37,6 +40,8 @@ NODES_PER_DEPTH = 4
 
 
 DescribeRow = Callable[[int], RowDescription]
+GatherHiddenStates = Callable[[int, int, int], Tensor]
+"""(row, start, stop) → hidden states of these positions of a row, [positions, layers, hidden size]."""
 
 
 def likeliest_tokens(row: int) -> RowDescription:
@@ -78,6 +83,7 @@ class PooledDrafts:
         self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
         self._describe: DescribeRow = likeliest_tokens
+        self._gather: GatherHiddenStates | None = None
         self._strategy = "greedy"
         self._clock = clock
         self._keys = count(1)
@@ -93,6 +99,10 @@ class PooledDrafts:
     def predict_draws(self, describe: DescribeRow) -> None:
         """Let drafts predict draws with noise instead of the likeliest tokens. Before `start`."""
         self._describe, self._strategy = describe, "coupled"
+
+    def read_hidden_states(self, gather: GatherHiddenStates) -> None:
+        """Send hidden states to drafts that read them. Before `start`."""
+        self._gather = gather
 
     def propose(self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds) -> list[list[int]]:
         """The draft tokens of each row; arguments as in `RemoteDrafts.propose`."""
@@ -116,8 +126,9 @@ class PooledDrafts:
         self._proposed: list[ChainRequest] | None = None
         self._proposed_rows = 0
         self._called_at = self._returned_at = self._best_unverified = 0.0
+        self._client = self._links.open()
         self._manager = DraftManager(
-            self._links.open(),
+            self._client,
             [LocalDraftClient(each) for each in build_lookups(self._config)],
             self._strategy,
             make_draft_schedule(concurrent=True, lockstep=False, cost=self._cost, clock=self._clock),
@@ -137,13 +148,14 @@ class PooledDrafts:
         rows, forgotten = self._batch.update(sampled, lengths, token_ids)
         for request in forgotten:
             self._manager.close(request.key)
-        for request, missing in rows:
-            if missing:
-                self._commit(request, missing)
         requests = [request for request, _ in rows]
         drawing = [request for request, drawn in zip(requests, sampled, strict=True) if drawn]
+        for request, missing in rows:
+            if missing:
+                self._commit(request, missing, self._committed_states(request, len(missing), drawing))
         self._observe_step(requests, len(drawing) == len(requests), called_at)
         self._manager.find_drafts(requests)
+        self._send_hidden_states(drawing)
         self._manager.flush()
         warm = self._learned.steps >= PLAIN_STEPS
         self._manager.receive_growth(self._batch.requests, drawing if warm else [])
@@ -170,8 +182,32 @@ class PooledDrafts:
             addresses=self._links.addresses,
         )
 
-    def _commit(self, request: ChainRequest, drawn: Sequence[int]) -> None:
-        """`drawn`: the accepted draft tokens and one more."""
+    def _committed_states(self, request: ChainRequest, count: int, drawing: Sequence[ChainRequest]) -> Tensor | None:
+        """Hidden states that the last `count` tokens were drawn from.
+
+        None if the draft lacks earlier states or is paused: then `_send_hidden_states` sends them later.
+        """
+        root = len(request.tokens) - 1
+        if self._gather is None or not self._client.hidden_state_layers:
+            return None
+        if request.paused or request.hidden_states_sent < root or request not in drawing:
+            return None
+        request.hidden_states_sent = root + count
+        return self._gather(request.row, root, root + count)
+
+    def _send_hidden_states(self, drawing: Sequence[ChainRequest]) -> None:
+        """Send drafts the hidden states before the root that they lack. Of rows that draw, vLLM has computed these."""
+        if self._gather is None or not self._client.hidden_state_layers:
+            return
+        for request in drawing:
+            start = request.hidden_states_sent
+            stop = min(len(request.tokens) - 1, start + MAX_HIDDEN_STATES_SENT)
+            if request.drafted and start < stop:
+                self._manager.context(Context(request.key, start, self._gather(request.row, start, stop)))
+                request.hidden_states_sent = stop
+
+    def _commit(self, request: ChainRequest, drawn: Sequence[int], states: Tensor | None) -> None:
+        """`drawn`: the accepted draft tokens and one more. `states`: see `Commit`."""
         base, accepted = len(request.tokens) - 1, len(drawn) - 1
         path = request.tree.match(drawn)
         for _, source, cell, hit in request.tree.outcomes(path, drawn):
@@ -180,7 +216,7 @@ class PooledDrafts:
         request.tokens += drawn
         request.tree.commit(drawn)
         self._manager.record_accepted(request, from_draft)
-        self._manager.commit(Commit(request.key, base, list(drawn), min(accepted, len(path))))
+        self._manager.commit(Commit(request.key, base, list(drawn), min(accepted, len(path)), states))
 
     def _observe_step(self, requests: Sequence[ChainRequest], only_draws: bool, called_at: float) -> None:
         """Judge the drafts. Learn what the last step cost, unless it computed prompts or had other requests."""

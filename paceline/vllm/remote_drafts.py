@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from paceline.config import SpeculativeConfig
 from paceline.vllm.draft_links import PoolLinks
-from paceline.vllm.pooled_drafts import DescribeRow, PooledDrafts
+from paceline.vllm.pooled_drafts import DescribeRow, GatherHiddenStates, PooledDrafts
 from paceline.vllm.remote_drafts_settings import LinkOptions, RemoteDraftsSettings
 from paceline.vllm.target_facts import TargetFacts, read_target_facts
 
@@ -35,12 +35,19 @@ class RemoteDrafts:
         facts = read_target_facts(vllm_config)
         settings = RemoteDraftsSettings.read(vllm_config.additional_config)
         depth = vllm_config.speculative_config.num_speculative_tokens
+        self.hidden_state_layers = settings.hidden_state_layers
+        """Layers whose hidden states the drafts read: `CoupledWorker` has them computed."""
         self._drafts = pooled_drafts(settings, facts, depth) if facts.is_first_rank else None
 
     def predict_draws(self, describe: DescribeRow) -> None:
         """The target draws with Paceline's noise (`CoupledWorker`): let drafts predict that. Before `load_model`."""
         if self._drafts is not None:
             self._drafts.predict_draws(describe)
+
+    def read_hidden_states(self, gather: GatherHiddenStates) -> None:
+        """Where the hidden states of `hidden_state_layers` are found. Before `load_model`."""
+        if self._drafts is not None:
+            self._drafts.read_hidden_states(gather)
 
     def load_model(self, model: object) -> None:
         """Open the links: the drafts have models of their own."""
@@ -68,7 +75,12 @@ class RemoteDrafts:
 def pooled_drafts(settings: RemoteDraftsSettings, facts: TargetFacts, depth: int) -> PooledDrafts:
     """`depth`: most draft tokens of a step."""
     options = LinkOptions(
-        settings.drafts, settings.redis_url, facts.fingerprint, facts.vocabulary_size, settings.tls_files
+        settings.drafts,
+        settings.redis_url,
+        facts.fingerprint,
+        facts.vocabulary_size,
+        settings.tls_files,
+        settings.hidden_state_layers,
     )
     config = SpeculativeConfig.model_validate(
         {**settings.lookup_settings, "method": "pool", "beside": settings.lookups, "num_speculative_tokens": depth}

@@ -27,6 +27,9 @@ class RemoteDraftsSettings(Settings):
     lookup_settings: dict[str, Any] = Field(
         default_factory=dict, description="their settings: keys of --speculative-config, such as prompt_lookup_min"
     )
+    hidden_state_layers: tuple[int, ...] = Field(
+        (), description="layers whose hidden states draft workers read, ascending; for CoupledWorker only"
+    )
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -37,6 +40,13 @@ class RemoteDraftsSettings(Settings):
         if any(files.values()) and not all(files.values()):
             raise ValueError(f"{' and '.join(name for name, file in files.items() if not file)} must be given, too")
         return self
+
+    @field_validator("hidden_state_layers")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted({each for each in value if each >= 0}):
+            raise ValueError("must be layer numbers in ascending order, as vLLM returns them")
+        return value
 
     @property
     def tls_files(self) -> tuple[str, str, str] | None:
@@ -73,3 +83,5 @@ class LinkOptions:
     vocabulary_size: int
     tls_files: tuple[str, str, str] | None
     """Certificate, key, authority."""
+    hidden_state_layers: Sequence[int] = ()
+    """Layers whose hidden states are sent."""

@@ -138,14 +138,14 @@ class DraftPool:
                 f"its vocabulary {worker.vocabulary_fingerprint} is not the target's {expected}: "
                 f"start it with a draft model that shares the target's tokenizer, {MAPPING_HINT}"
             )
-        layers = worker.hidden_state_layers
-        if layers and not self._config.hidden_states:
+        layers, sent = worker.hidden_state_layers, self._config.hidden_state_layers
+        if layers and sent is not None and tuple(layers) != tuple(sent):
             raise IncompatibleWorkerError(
-                f"its method {worker.method} reads hidden states, which this target does not send: "
-                "start it with a draft model"
+                f"its method {worker.method} reads hidden states of layers {list(layers)}, and this target sends "
+                f"{f'those of {list(sent)}' if sent else 'none'}"
             )
         last = self._layers + 1  # the output of the final norm
-        if len(set(layers)) < len(layers) or max(layers, default=0) > last:
+        if sent is None and (len(set(layers)) < len(layers) or max(layers, default=0) > last):
             raise IncompatibleWorkerError(f"it asks for hidden states of layers {layers}, this target has 0 to {last}")
         for up in [stream.up for stream in self._streams.values()]:
             if layers and up.hidden_state_layers and up.hidden_state_layers != layers:

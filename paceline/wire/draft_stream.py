@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -41,8 +42,8 @@ class DraftLinkConfig:
     """The pool gives an address up after this time without a stream, until a request names it again."""
     tls: Certificates | None = None
     """For mutual TLS. None: links are not encrypted."""
-    hidden_states: bool = True
-    """Whether the target can send hidden states."""
+    hidden_state_layers: Sequence[int] | None = None
+    """The only layers whose hidden states the target can send, in this order; None: those that drafts ask for."""
 
 
 class WorkerHungError(LinkError):

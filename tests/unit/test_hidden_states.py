@@ -24,7 +24,8 @@ from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.heads.head_speculator import HeadSpeculator
 from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.engine.draft_gate import DraftGate
-from paceline.engine.engine import MAX_HIDDEN_STATES_SENT, Engine
+from paceline.engine.engine import Engine
+from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
 from tests.helpers.engine_runs import EngineRun

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
-from paceline.drafting.speculator import Commit, Limit, Opening
+from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, PollResult
+from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
 from paceline.vllm.batch import MAX_ABSENT_STEPS
 from paceline.vllm.draft_links import PoolLinks
@@ -217,6 +219,54 @@ def test_the_same_prompt_twice_is_two_requests() -> None:
         vllm.step()
     assert len(links.client.trees) == 1 + 2
     assert vllm.accepted == 2 * 2 * DEPTH
+
+
+class StatesClient(OracleClient):
+    """Reads hidden states: here the number of their position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions: dict[int, list[int]] = {}
+
+    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        self.positions[opening.request_id] = []
+        return super().open(opening, drafts)
+
+    def context(self, context: Context) -> None:
+        self._add(context.request_id, context.base_position, context.hidden_states)
+
+    def commit(self, commit: Commit) -> None:
+        if commit.hidden_states is not None:
+            assert len(commit.hidden_states) == len(commit.tokens)
+            self._add(commit.request_id, commit.base_position, commit.hidden_states)
+        super().commit(commit)
+
+    def _add(self, request_id: int, start: int, states: torch.Tensor) -> None:
+        known = self.positions[request_id]
+        assert start == len(known)
+        known += states.flatten().tolist()
+
+
+def test_hidden_states_are_sent_once_and_without_a_gap() -> None:
+    """Of a long prompt in parts, then those that tokens were drawn from; none if the draft reads none."""
+    for layers in ((2,), ()):
+        client = StatesClient()
+        client.hidden_state_layers = layers
+        vllm, _ = FakeVllm.cold(client)
+        asked: list[int] = []
+
+        def gather(row: int, start: int, stop: int, asked: list[int] = asked) -> torch.Tensor:
+            asked.append(row)
+            return torch.arange(start, stop).reshape(-1, 1, 1)
+
+        vllm.drafts.read_hidden_states(gather)
+        vllm.rows = [[500] * (MAX_HIDDEN_STATES_SENT + 40), [7, 8]]
+        for _ in range(PLAIN_STEPS + 6):
+            vllm.step()
+        lengths = [len(row) - 1 if layers else 0 for row in vllm.rows]
+        assert [client.positions[key] for key in sorted(client.positions)] == [list(range(each)) for each in lengths]
+        assert set(asked) == ({0, 1} if layers else set())
+        assert vllm.accepted > 10
 
 
 def test_a_wrong_draft_is_paused() -> None:

@@ -59,6 +59,13 @@ def test_drafts_come_from_the_pool() -> None:
     assert read.lookup_settings["suffix_decoding_max_spec_factor"] == 2.0
 
 
+def test_a_head_reads_the_layers_that_are_named() -> None:
+    options = VllmOptions(hidden_state_layers=(2, 13, 23))
+    head = SpeculativeConfig(method="eagle3", model="head")
+    asked = engine_arguments("MODEL", EngineConfig(), head, options, "redis://host:1", None)
+    assert RemoteDraftsSettings.read(asked["additional_config"]).hidden_state_layers == (2, 13, 23)
+
+
 def test_other_additional_settings_stay() -> None:
     asked = arguments(speculation=POOL, additional_config={"other": 1})["additional_config"]
     assert asked.keys() == {"paceline", "other"}
@@ -72,7 +79,10 @@ def test_other_additional_settings_stay() -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size belongs into --engine-config"),
         ({"worker_cls": "mine"}, "worker_cls is paceline.vllm"),
         ({"async_scheduling": True}, "async_scheduling is False"),
-        ({"speculation": SpeculativeConfig(method="eagle3", model="head")}, "eagle3 needs hidden states"),
+        (
+            {"speculation": SpeculativeConfig(method="eagle3", model="head")},
+            "eagle3 needs hidden states: name its hidden_state_layers",
+        ),
         ({"speculation": SpeculativeConfig(method="pool", rejection_sampling_strategy="residual")}, "not by residual"),
         ({"speculation": SpeculativeConfig(method="pool", synthetic_acceptance_rate=0.5)}, "not by synthetic"),
         ({"speculation": SpeculativeConfig(method="pool", row_budget=False)}, "row_budget in --speculative-config"),

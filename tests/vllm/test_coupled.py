@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import COUPLED, PROMPTS, draft, drafting, generate
+from tests.vllm.engines import COUPLED, PROMPTS, draft, drafting, generate, vllm_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
+HEAD_LAYERS = (2, 13, 23)
+"""What the shipped EAGLE-3 head reads."""
 RULES: list[dict[str, Any]] = [
     {},
     {"top_k": 20, "top_p": 0.9},
@@ -40,3 +42,18 @@ def test_sampled_tokens_do_not_depend_on_drafts() -> None:
     assert different == []
     assert accepted > 100
     assert len({tuple(tokens) for tokens in plain}) > 50
+
+
+def test_a_head_on_another_machine_reads_hidden_states() -> None:
+    """Of new positions, and the second time of those in the prefix cache."""
+    greedy = [(prompt, {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}) for prompt in PROMPTS]
+    plain, _ = generate(greedy, **COUPLED)
+    with draft({"method": "eagle3", "model": "pydoc-eagle3"}) as worker:
+        pool = drafting(worker.address, hidden_state_layers=HEAD_LAYERS)
+        with vllm_engine([greedy, greedy], **COUPLED, **pool) as engine:
+            first = engine.outputs()
+            engine.go_on()
+            outputs, (accepted, drafted) = [first, engine.outputs()], engine.accepted()
+    assert outputs == [plain, plain]
+    assert accepted > 0.7 * drafted
+    assert accepted > 1000
