@@ -31,5 +31,9 @@ def all_features(without: Collection[str] = ()) -> list[str]:
 def needed_features(sampling: SamplingParams) -> frozenset[str]:
     """What a target must be able to do for a request: its parameters that have another value than by default."""
     fields = SamplingParams.model_fields.keys() - COMMON_PARAMETERS
-    changed = {name for name in fields if getattr(sampling, name) != SamplingParams.model_fields[name].default}
+    changed = {
+        name
+        for name in fields
+        if getattr(sampling, name) != SamplingParams.model_fields[name].get_default(call_default_factory=True)
+    }
     return frozenset(changed | {NO_OUTPUT} if sampling.max_tokens == 0 else changed)

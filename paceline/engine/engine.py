@@ -372,7 +372,9 @@ class Engine:
         request, base = scheduled.request, len(scheduled.request.tokens) - 1
         tokens, reason = request.truncate_at_end(drawn)
         error = request.grammar_error(tokens) if reason is FinishReason.ERROR else ""
-        accepted = min(len(tokens), len(drawn) - 1)  # a request may end with an accepted token
+        # A request may end with an accepted token. With `residual` the last token may be an accepted guess that had no
+        # row: it counts as the bonus token.
+        accepted = min(len(tokens), len(drawn) - 1)
         path = request.tree.match(tokens)
         self._record_acceptance(scheduled, tokens, path, accepted)
         from_draft = [request.tree.sources[node] for node in path[:accepted]].count(OWN_DRAFT_SOURCE)

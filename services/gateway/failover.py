@@ -99,7 +99,7 @@ class FailoverRequest:
             except WireError as error:
                 raise InvalidRequestError(str(error)) from error
             except TargetRefusedError as error:
-                if not self._may_retry_refused():
+                if not self._note_refusal():
                     raise GenerationError(str(error)) from error
                 continue
             except ReplayElsewhere as error:
@@ -161,8 +161,11 @@ class FailoverRequest:
             self._metrics.replayed_with_other_numerics()
         return target
 
-    def _may_retry_refused(self) -> bool:
-        """Whether another target is asked, once. If it refuses, too, the request is at fault and no target is."""
+    def _note_refusal(self) -> bool:
+        """Remember which target refused. Returns whether another one is asked.
+
+        If it refuses, too, the request is at fault and no target is.
+        """
         first, self._refused_by = self._refused_by, self._target
         return first is None and self._fleet.has_other_than(self._target, self._request.target_labels)
 
@@ -189,7 +192,7 @@ class FailoverRequest:
                             raise ReplayElsewhere(f"target {target.record.worker_id} left before the request's turn")
                     async for delta in deltas:
                         stats, delta.numerics = delta.speculation, target.numerics
-                        self._check(delta)
+                        self._raise_error_of(delta)
                         self._scored_prompt.take(delta)
                         self._committed += delta.tokens
                         self._in_flight.add_tokens(delta.tokens)
@@ -210,7 +213,7 @@ class FailoverRequest:
             self._fleet.record_failure(self._refused_by)
         self._refused_by = None
 
-    def _check(self, delta: Delta) -> None:
+    def _raise_error_of(self, delta: Delta) -> None:
         """Raises the error that a delta reports.
 
         After the first token an error is the request's own, such as a grammar that grows too large: a target that fails

@@ -256,6 +256,13 @@ def test_grpc_clients_have_the_parameters_of_http_under_the_same_names() -> None
     assert set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - CONVERTED_FIELDS <= http
 
 
+def test_a_sampling_parameter_that_a_grpc_client_leaves_out_has_its_default() -> None:
+    """Not the zero of its type: so it needs presence, or a default that equals this zero."""
+    for field in inference_pb2.GenerateRequest.Sampling.DESCRIPTOR.fields:
+        default = CompletionBody.model_fields[field.name].get_default(call_default_factory=True)
+        assert field.has_presence or not default, field.name
+
+
 @given(openings, st.builds(Limit, counts, counts, st.integers(0, draft_codec.MAX_NODES), st.floats(0, 1, width=32)))
 def test_opening_and_limit(opening: Opening, limit: Limit) -> None:
     frame = draft_pb2.DraftFrame(

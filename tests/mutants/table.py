@@ -317,7 +317,7 @@ MUTANTS = (
     Mutant(
         "a request runs on a target without its labels",
         "services/gateway/routing/fleet.py",
-        "if target.usable and labels.issubset(target.offers)",
+        "if target.usable and labels.issubset(target.capabilities)",
         "if target.usable",
         ("contract/test_target_labels.py",),
     ),

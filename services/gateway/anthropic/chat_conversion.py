@@ -14,7 +14,7 @@ from paceline_services.gateway.anthropic.message_bodies import (
     MessagesBody,
 )
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.openai.bodies import ChatBody
+from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody
 
 Json = dict[str, Any]
 
@@ -72,10 +72,7 @@ def _generation_fields(body: MessagesBody) -> Json:
         "max_tokens": body.max_tokens,
         "stream": bool(body.stream),
         "stop": body.stop_sequences or None,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "seed": body.seed,
+        **{name: getattr(body, name) for name in SHARED_FIELDS & type(body).model_fields.keys()},
         "speculative": body.speculative,
         "prompt_cache_key": None if body.metadata is None else body.metadata.user_id,
         "response_format": None if schema is None else {"type": "json_schema", "json_schema": schema},

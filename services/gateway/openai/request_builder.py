@@ -205,8 +205,10 @@ def _features(
     """What the target of a request must be able to do. Raises `InvalidRequestError` if none with these labels can."""
     length, limit = body.output_limit
     needed = needed_features(sampling) | ({NO_OUTPUT} if limit == 0 else frozenset())
-    if needed and not model.fleet.offers(labels | needed):
-        lacking = [each for each in sorted(needed) if not model.fleet.offers(labels | {each})] or sorted(needed)
+    if needed and not model.fleet.has_capable_target(labels | needed):
+        lacking = [each for each in sorted(needed) if not model.fleet.has_capable_target(labels | {each})] or sorted(
+            needed
+        )
         fields = {NO_OUTPUT: length, "prompt_logprobs": _prompt_log_probs_field(body)}
         name = _grammar_field(body) if lacking[0] in GRAMMAR_START else fields.get(lacking[0], lacking[0])
         message = f"{name}: no target that is up can do it: its build is too old, or its engine does not have it"

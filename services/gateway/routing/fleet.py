@@ -70,9 +70,9 @@ class Fleet:
         """Whether a request for a target with these labels and features can be sent now."""
         return bool(self._usable(labels))
 
-    def offers(self, wanted: frozenset[str]) -> bool:
+    def has_capable_target(self, wanted: frozenset[str]) -> bool:
         """Whether a target that is up has all these labels and features."""
-        return any(wanted.issubset(target.offers) for target in self._up())
+        return any(wanted.issubset(target.capabilities) for target in self._up())
 
     @property
     def targets_up(self) -> int:
@@ -179,7 +179,11 @@ class Fleet:
         return [target for target in self.targets.values() if target.up]
 
     def _usable(self, labels: frozenset[str]) -> dict[str, TargetConnection]:
-        return {key: target for key, target in self.targets.items() if target.usable and labels.issubset(target.offers)}
+        return {
+            key: target
+            for key, target in self.targets.items()
+            if target.usable and labels.issubset(target.capabilities)
+        }
 
     async def _keep_link(self, record: WorkerRecord) -> None:
         """Connect to one target, again and again, until cancelled.
@@ -193,7 +197,7 @@ class Fleet:
                 description = await link.connect()
                 mismatch = self._mismatch(description)
                 if mismatch is None:
-                    await self._offer(record, link)
+                    await self._use_until_lost(record, link)
                 else:
                     if mismatch != logged:
                         log.error("target %s is not used: %s", _key(record), mismatch)
@@ -205,8 +209,8 @@ class Fleet:
                 await link.close()
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
-    async def _offer(self, record: WorkerRecord, link: TargetLink) -> None:
-        """Use a connected target until its link is lost."""
+    async def _use_until_lost(self, record: WorkerRecord, link: TargetLink) -> None:
+        """Let requests use a connected target until its link is lost."""
         key = _key(record)
         target = TargetConnection(
             record, link, self._breakers[key], registered_load=self._registered_loads.get(key, {})

@@ -35,12 +35,12 @@ class TargetConnection:
     quarantine: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by a request that was at another target when its engine died, until its first token here."""
     prefixes: PrefixIndex = field(init=False)
-    offers: frozenset[str] = field(init=False)
+    capabilities: frozenset[str] = field(init=False)
     """Its labels and features."""
 
     def __post_init__(self) -> None:
         description = self.link.description
-        self.offers = frozenset((*description.labels, *description.features))
+        self.capabilities = frozenset((*description.labels, *description.features))
         self.prefixes = PrefixIndex(min(description.slots, MAX_INDEXED_TOKENS))
         self.load.update_from_registry(self.registered_load, len(self.requests))
 
