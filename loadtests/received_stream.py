@@ -9,9 +9,17 @@ from typing import Any
 
 from paceline.cli.http_client import HttpCompletion
 
+UNAVAILABLE = "service_unavailable"
+"""The type of errors that go away."""
+
 
 class StreamError(Exception):
     """The stream carried an error, or a line that is no event."""
+
+    def __init__(self, message: str, *, temporary: bool = False) -> None:
+        """`temporary`: the stream can be resumed."""
+        super().__init__(message)
+        self.temporary = temporary
 
 
 @dataclass
@@ -45,7 +53,8 @@ class ReceivedStream(HttpCompletion):
         except ValueError:
             raise StreamError(f"no event: {line[:200]!r}") from None
         if "error" in chunk:
-            raise StreamError(str(chunk["error"]["message"]))
+            error = chunk["error"]
+            raise StreamError(str(error["message"]), temporary=error.get("type") == UNAVAILABLE)
         self.add_chunk(chunk, when)
         self.last_id = self._next_id
 

@@ -69,6 +69,10 @@ class ChaosClient:
             since = began if len(got.tokens) > before else began - EXCUSED_S
             return await self._connection_lost(case, url, got, since, error)
         except StreamError as error:
+            if error.temporary and got.last_id:
+                self.report.refused += 1
+                await asyncio.sleep(RETRY_DELAY_S)
+                return False
             self.report.record_error(case, got, str(error))
             return True
         self.report.record_finished(case, got)

@@ -23,9 +23,9 @@ class ChaosReport:
     much was tried.
 
     A request ends once, whole or with an error. `retries` counts connections that broke with their gateway, `left`
-    those that their client broke, `refused` responses 429 and 503 while nothing could serve; the client tries again
-    after all of them. If its stream has ids, it resumes: `resumed` counts the streams that went on so, `restarts` those
-    whose journal Redis had lost.
+    those that their client broke, `refused` responses 429 and 503, and streams that ended as unavailable: the client
+    tries again after all of them. If its stream has ids, it resumes: `resumed` counts the streams that went on so,
+    `restarts` those whose journal Redis had lost.
     """
 
     requests: int = 0
