@@ -200,7 +200,7 @@ async def test_a_call_that_an_abort_cuts_off_is_not_to_be_run(served: MessagesSt
     decoder.hold_after = 12
     asking = asyncio.create_task((served.stream if stream else served.create)(tools=[WEATHER]))
     await until(lambda: not decoder.gate.is_set())
-    await served.stack.first_tokens()
+    await served.stack.all_received()
     assert served.stack.models.abort("", decoder.requests[-1].group)
     decoder.gate.set()
     message = await asking

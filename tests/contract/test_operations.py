@@ -37,7 +37,7 @@ async def held(
     asking = asyncio.create_task(stack.http.post(path, json=BODIES[path] | fields, headers=headers))
     await until(lambda: len(decoder.requests) > asked and not decoder.gate.is_set())
     if begun:
-        await stack.first_tokens()
+        await stack.all_received()
     return asking
 
 

@@ -91,7 +91,7 @@ async def test_a_running_response_is_cancelled_with_what_it_has(stream: bool) ->
         else:
             asking = asyncio.create_task(created(stack))
             await until(lambda: not stack.decoder.gate.is_set())
-            await stack.first_tokens()
+            await stack.all_received()
             cancelled = await stack.client.responses.cancel(f"resp_{stack.decoder.requests[-1].group}")
             response = await asking
         await stack.decoder.cancelled.get()

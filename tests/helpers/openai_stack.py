@@ -90,6 +90,8 @@ class ScriptedDecoder:
         self.gate.set()
         self.requests: list[GenerationRequest] = []
         self.cancelled: asyncio.Queue[str] = asyncio.Queue()
+        self.sent: dict[str, int] = {}
+        """How many tokens each running request got."""
         self._script = script
         self._burst = burst
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -97,9 +99,11 @@ class ScriptedDecoder:
     def send(self, message: GenerationRequest | CancelRequest) -> None:
         if isinstance(message, GenerationRequest):
             self.requests.append(message)
+            self.sent[message.request_id] = 0
             self._tasks[message.request_id] = asyncio.create_task(self._decode(message))
             return
         task = self._tasks.pop(message.request_id, None)
+        self.sent.pop(message.request_id, None)
         if task is not None and task.cancel():
             self._deliver(self._last(Delta(message.request_id), FinishReason.CANCELLED, 0, 0))
             self.cancelled.put_nowait(message.request_id)
@@ -148,6 +152,9 @@ class ScriptedDecoder:
                 delta.stop_token = output[-1] if stops else None
                 delta = self._last(delta, reason, len(request.prompt), len(output))
                 self._tasks.pop(request.request_id)
+                self.sent.pop(request.request_id)
+            else:
+                self.sent[request.request_id] += len(tokens)
             await self._send(delta)
 
     async def _score(self, request: GenerationRequest, top: int) -> None:
@@ -332,10 +339,17 @@ class Stack:
     async def metrics(self) -> str:
         return (await self.http.get("/metrics")).text
 
-    async def first_tokens(self) -> None:
-        """Wait until the gateway has tokens of every request that is at a target."""
-        targets = self.model.fleet.targets.values()
-        await until(lambda: not any(target.without_first_token for target in targets))
+    async def all_received(self) -> None:
+        """Wait until the gateway has every token that was sent of requests that run, and one of each at least."""
+
+        def received() -> list[int]:
+            targets = self.model.fleet.targets.values()
+            return sorted(len(request.output) for target in targets for request in target.requests)
+
+        def sent() -> list[int]:
+            return sorted(tokens for target in self.targets for tokens in target.decoder.sent.values())
+
+        await until(lambda: received() == sent() and 0 not in received())
 
     async def idle(self) -> None:
         """Wait until no completion is under way."""

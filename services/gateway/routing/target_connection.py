@@ -105,7 +105,8 @@ class InFlightRequest:
         self._output_rows_left = costs.expected_output_tokens(max_tokens)
         self.rows_left = self._prompt_rows + self._output_rows_left
         """Rows that the target is expected to compute for the request from now on: at least one."""
-        self._output: list[int] = []
+        self.output: list[int] = []
+        """The tokens that have arrived."""
         self._succeeded = False
 
     def __enter__(self) -> Self:
@@ -118,10 +119,10 @@ class InFlightRequest:
         target = self._target
         target.requests.discard(self)
         target.without_first_token.discard(self)
-        if (self._output or self._succeeded) and not target.link.lost:
-            tokens = [*self._request.tokens, *self._output]
+        if (self.output or self._succeeded) and not target.link.lost:
+            tokens = [*self._request.tokens, *self.output]
             target.prefixes.add(block_hashes(tokens, self._blocks, self._request.cache_salt))
-        if not self._output and not self._succeeded:
+        if not self.output and not self._succeeded:
             target.breaker.on_abandoned()
 
     def add_tokens(self, tokens: Sequence[int]) -> None:
@@ -129,18 +130,18 @@ class InFlightRequest:
         self._target.update_from_link()
         if not tokens:
             return
-        if not self._output:
+        if not self.output:
             self._target.breaker.on_first_token()
             self._target.without_first_token.discard(self)
         before = self.rows_left
         self._output_rows_left = max(1.0, self._output_rows_left - len(tokens))
         self.rows_left = self._output_rows_left
         self._costs.record_rows(before - self.rows_left)
-        self._output += tokens
+        self.output += tokens
 
     def succeed(self) -> None:
         """The request has ended well, at its target or by a stop string."""
         if not self._succeeded:
             self._succeeded = True
             self._target.breaker.on_success()
-            self._costs.record_request(self._prompt_rows, len(self._output))
+            self._costs.record_request(self._prompt_rows, len(self.output))
