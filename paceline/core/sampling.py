@@ -110,32 +110,30 @@ class History:
         if self.grammar is not None:
             self.grammar.extend(tokens)
 
-    def apply_logits_rules(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
-        """Steps 1 to 3 for the token after the committed output and then `path`: a new float32 tensor [V]."""
-        logits_V = self._masked(logits_V, path)
+    def apply_logits_rules(self, logits_V: Tensor, path: Sequence[int]) -> None:
+        """Steps 1 to 3 for the token after the committed output and then `path`, in place. Logits: float32 [V]."""
+        self._mask(logits_V, path)
         if len(self._biased):
             logits_V.index_add_(0, self._biased.to(logits_V.device), self._bias.to(logits_V.device))
-        return self._penalised(logits_V, path) if self.params.penalised else logits_V
+        if self.params.penalised:
+            logits_V.copy_(self._penalised(logits_V, path))
 
-    def _masked(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
+    def _mask(self, logits_V: Tensor, path: Sequence[int]) -> None:
         allowed = None if self.grammar is None else self.grammar.allowed(path)
         if allowed is not None:
-            logits_V = logits_V.masked_fill(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
+            logits_V.masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
         if self._disallowed is not None:
             self._disallowed = self._disallowed.to(logits_V.device)
-            limited_V = logits_V.masked_fill(self._disallowed, MASKED)
-            logits_V = logits_V if bool((limited_V == MASKED).all()) else limited_V
-        forbidden = self._forbidden_tokens(path)
-        masked_V = logits_V.index_fill(0, forbidden.to(logits_V.device), MASKED)
-        nothing_left = len(forbidden) > 0 and bool((masked_V == MASKED).all())
-        return logits_V.clone() if nothing_left else masked_V
+            _replace_unless_masked(logits_V, logits_V.masked_fill(self._disallowed, MASKED))
+        if forbidden := self._forbidden_tokens(path):
+            _replace_unless_masked(logits_V, logits_V.index_fill(0, self._ids(forbidden).to(logits_V.device), MASKED))
 
-    def _forbidden_tokens(self, path: Sequence[int]) -> Tensor:
+    def _forbidden_tokens(self, path: Sequence[int]) -> list[int]:
         last = self._recent_with(path)
         forbidden = [w[-1] for w in self.params.bad_words if len(w) == 1 or tuple(last[1 - len(w) :]) == w[:-1]]
         if self.output_tokens + len(path) < self.params.min_tokens:
             forbidden += self.params.stop_token_ids
-        return self._ids(forbidden)
+        return forbidden
 
     def _penalised(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
         params = self.params
@@ -349,10 +347,16 @@ def _splitmix64(state: int) -> int:
 def _apply_logits_rules(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Steps 1 to 3: a new float32 tensor."""
     logits_RV = logits_RV.to(torch.float32, copy=True)
-    for i, row in enumerate(rows):
+    for logits_V, row in zip(logits_RV, rows, strict=True):
         if row.history.has_logits_rules:
-            logits_RV[i] = row.history.apply_logits_rules(logits_RV[i], row.path)
+            row.history.apply_logits_rules(logits_V, row.path)
     return logits_RV
+
+
+def _replace_unless_masked(logits_V: Tensor, masked_V: Tensor) -> None:
+    """Overwrite logits by a masked copy of them, unless that leaves no token."""
+    if not bool((masked_V == MASKED).all()):
+        logits_V.copy_(masked_V)
 
 
 def _scatter_to_vocabulary(logits_RV: Tensor, rows: Sequence[SamplingRow], ids_V: Tensor | None) -> Tensor:

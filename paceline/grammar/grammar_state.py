@@ -21,15 +21,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from paceline.config import SamplingParams
 from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limits, short_error
-from paceline.grammar.matcher import GrammarMatcher, Mask, consume
-from paceline.grammar.reasoning_gate import Matcher, OpeningMatcher, ReasoningGate, ReasoningMatcher, reasoning_mask
+from paceline.grammar.matcher import GrammarMatcher, Mask, Matcher, consume
+from paceline.grammar.reasoning_gate import OpeningMatcher, ReasoningGate, ReasoningMatcher, reasoning_mask
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
 
@@ -43,8 +43,6 @@ than ten times the usual limit is the grammar's fault."""
 OUTSIDE = "the output is outside the grammar"
 ALWAYS = ReasoningGate()
 """The grammar begins with the output."""
-
-Path = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +172,9 @@ class GrammarState:
     _gate: ReasoningGate
     _replayed: int | None = None
     """The size of the output when its grammar was replayed; None: no replay."""
-    _matchers: dict[Path, Matcher | None] = field(default_factory=dict)
-    """By path; None: the path is outside the grammar, or the request has ended."""
+    _current: Matcher | None = None
+    """After the output; None: the output is outside the grammar, or the request has ended, unless `_begun` is False."""
+    _begun: bool = False
 
     @property
     def ready(self) -> bool:
@@ -191,7 +190,7 @@ class GrammarState:
         assert start is not None, "reasoning has no limits"
         self._compiled = self._grammars.replay(self._grammar, self._output[start:], self._compiled)
         self._replayed = len(self._output)
-        self._matchers.clear()
+        self._begun = False
         return False
 
     def wait(self, timeout_s: float) -> None:
@@ -202,47 +201,47 @@ class GrammarState:
         """Tokens [V] that may come next; None: the state is not ready, or no token after this path can be committed."""
         if not self.ready:
             return None
-        matcher = self._matcher(tuple(path))
+        matcher = self._matcher(path)
         return matcher.allowed if matcher is not None and matcher.can_continue else None
 
     def permits(self, path: Sequence[int], token: int) -> bool:
         """Whether the token may follow this path; False while not ready."""
-        matcher = self._matcher(tuple(path)) if self.ready else None
+        matcher = self._matcher(path) if self.ready else None
         return matcher is not None and matcher.permits(token)
 
     def within_limits(self, path: Sequence[int] = ()) -> bool:
         """Whether a commit may go beyond this path. If not, commit the path, and check `ready` again."""
-        matcher = self._matcher(tuple(path))
+        matcher = self._matcher(path)
         return matcher is None or not matcher.limit or self._replayed == len(self._output) + len(path)
 
     def finished(self, path: Sequence[int]) -> bool:
         """Whether no token can follow this path."""
-        matcher = self._matcher(tuple(path))
+        matcher = self._matcher(path)
         return matcher is None or not matcher.can_continue
 
     def error(self, path: Sequence[int] = ()) -> str:
         """Why the grammar cannot be used, or why no token follows the path; empty: no error."""
         if failure := self._compiled.exception():
             return str(failure)
-        matcher = self._matcher(tuple(path))
+        matcher = self._matcher(path)
         return OUTSIDE if matcher is None else matcher.error
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
-        new = tuple(tokens)
-        if self._matchers:  # otherwise no matcher exists yet
-            matcher = self._matcher(new)
-            self._matchers = {
-                path[len(new) :]: each for path, each in self._matchers.items() if path[: len(new)] == new
-            }
-            self._matchers[()] = matcher
-        self._output += new
+        if self._begun:
+            self._current = self._matcher(tokens)
+        self._output += tokens
 
-    def _matcher(self, path: Path) -> Matcher | None:
-        if path not in self._matchers:
-            before = self._matcher(path[:-1]) if path else self._start()
-            self._matchers[path] = before.advanced(path[-1]) if path and before is not None else before
-        return self._matchers[path]
+    def _matcher(self, path: Sequence[int]) -> Matcher | None:
+        """The state after this path; None: the path is outside the grammar, or the request has ended."""
+        if not self._begun:
+            self._current, self._begun = self._start(), True
+        matcher = self._current
+        for token in path:
+            if matcher is None:
+                return None
+            matcher = matcher.after(token)
+        return matcher
 
     def _start(self) -> Matcher | None:
         """The state after the output."""
@@ -257,7 +256,7 @@ class GrammarState:
             return OpeningMatcher(opening, grammar, self._reasoning())
         return grammar
 
-    def _reasoning(self, last: Path = ()) -> ReasoningMatcher:
+    def _reasoning(self, last: tuple[int, ...] = ()) -> ReasoningMatcher:
         size, stops = self._grammars.vocabulary_size, self._stops
         begin = partial(self._compiled.result().matcher, size, stops)  # without this object, which would be a cycle
         return ReasoningMatcher(self._gate.closing, reasoning_mask(size, stops), begin, last)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLMatcher
@@ -28,8 +30,49 @@ def consume(parser: LLMatcher, tokens: Iterable[int]) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class GrammarMatcher:
+class Matcher(ABC):
+    """Where an output is, in a grammar or in front of it, after one sequence of tokens."""
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether any token but the end can follow."""
+        return True
+
+    @property
+    def limit(self) -> str:
+        """The limit that keeps the following tokens from being known. Empty: they are known."""
+        return ""
+
+    @property
+    def error(self) -> str:
+        """Why no token can follow; empty if one can, or if the text may end."""
+        return ""
+
+    @property
+    @abstractmethod
+    def allowed(self) -> Mask:
+        """Tokens [V] that may be drawn."""
+
+    def permits(self, token: int) -> bool:
+        """Whether `allowed` has this token. May be cheaper than `allowed`."""
+        return token < len(self.allowed) and bool(self.allowed[token])
+
+    def after(self, token: int) -> Matcher | None:
+        """The state after one more token; None if it is not allowed, or ends the request. The same at every call."""
+        if token not in self._after:
+            self._after[token] = self._advanced(token)
+        return self._after[token]
+
+    @cached_property
+    def _after(self) -> dict[int, Matcher | None]:
+        return {}
+
+    @abstractmethod
+    def _advanced(self, token: int) -> Matcher | None: ...
+
+
+@dataclass
+class GrammarMatcher(Matcher):
     """A parser after some tokens. `size`: of the vocabulary, V. `stops`: tokens that end a request."""
 
     parser: LLMatcher
@@ -38,40 +81,37 @@ class GrammarMatcher:
     bits: bytes | None = None
     """The mask, see `CompiledGrammar`; None: the parser computes it."""
     may_end: bool = field(init=False)
-    _mask: Mask | None = None
 
     def __post_init__(self) -> None:
         self.may_end = self.parser.is_accepting()
 
-    def advanced(self, token: int) -> GrammarMatcher | None:
-        """The matcher after one more token; None if the grammar does not allow it, or it ends the request."""
+    def permits(self, token: int) -> bool:
+        """Whether `allowed` has this token, without computing the mask. False where a limit was hit."""
+        if "continues" in vars(self):
+            return bool(self.allowed[token])
+        after = self.after(token)
+        return (isinstance(after, GrammarMatcher) and not after.parser.is_error()) or (
+            self.may_end and token in self.stops
+        )
+
+    def _advanced(self, token: int) -> GrammarMatcher | None:
         if token >= self.size:  # the vocabulary's size is llguidance's end token
             return None
         parser = self.parser.deep_copy()
         return GrammarMatcher(parser, self.size, self.stops) if consume(parser, [token]) else None
 
-    def permits(self, token: int) -> bool:
-        """Whether `allowed` has this token, without computing the mask. False where a limit was hit."""
-        if self._mask is not None:
-            return bool(self.allowed[token])
-        after = self.advanced(token)
-        return (after is not None and not after.parser.is_error()) or (self.may_end and token in self.stops)
-
-    @property
+    @cached_property
     def can_continue(self) -> bool:
-        """Whether any token but the end can follow."""
         return bool(self.continues.any())
 
-    @property
+    @cached_property
     def continues(self) -> Mask:
         """Tokens [V] that continue the text."""
-        if self._mask is None:
-            bits = self.bits or self.parser.compute_bitmask()
-            mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self.size, bitorder="little").view(np.bool_)
-            self._mask = np.zeros_like(mask) if self.parser.is_stopped() else mask
-        return self._mask
+        bits = self.bits or self.parser.compute_bitmask()
+        mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self.size, bitorder="little").view(np.bool_)
+        return np.zeros_like(mask) if self.parser.is_stopped() else mask
 
-    @property
+    @cached_property
     def allowed(self) -> Mask:
         """Tokens [V] that may be drawn: those that continue the text, and stop tokens where the text may end."""
         mask = self.continues
@@ -82,12 +122,10 @@ class GrammarMatcher:
 
     @property
     def limit(self) -> str:
-        """The limit that keeps the following tokens from being known. Empty: they are known."""
         return "" if self.can_continue else limit_of(self.parser)
 
     @property
     def error(self) -> str:
-        """Why no token can follow; empty if one can, or if the text may end."""
         if self.can_continue:
             return ""
         return self.limit or ("" if self.may_end else "no token of this vocabulary can continue it")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import cached_property
 
 import numpy as np
 
-from paceline.grammar.matcher import GrammarMatcher, Mask
+from paceline.grammar.matcher import GrammarMatcher, Mask, Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +51,23 @@ class ReasoningGate:
         return 0 if self.opening is None else 1
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningMatcher:
-    """The state inside the reasoning. It has the face of `GrammarMatcher`."""
+@dataclass
+class ReasoningMatcher(Matcher):
+    """The state inside the reasoning."""
 
     closing: tuple[int, ...]
-    allowed: Mask
-    """Tokens [V]: the same everywhere in the reasoning."""
+    mask: Mask
+    """`allowed`: the same everywhere in the reasoning."""
     begin: Callable[[], GrammarMatcher | None]
     """The grammar before its first token."""
     last: tuple[int, ...] = ()
     """The last tokens, fewer than `closing` has."""
-    can_continue: ClassVar[bool] = True
-    limit: ClassVar[str] = ""
-    error: ClassVar[str] = ""
 
-    def advanced(self, token: int) -> ReasoningMatcher | GrammarMatcher | None:
-        """The state after one more token; None if it is not allowed."""
+    @property
+    def allowed(self) -> Mask:
+        return self.mask
+
+    def _advanced(self, token: int) -> Matcher | None:
         if not self.permits(token):
             return None
         last = (*self.last, token)
@@ -75,22 +75,16 @@ class ReasoningMatcher:
             return self.begin()
         return replace(self, last=last[1:] if len(last) == len(self.closing) else last)
 
-    def permits(self, token: int) -> bool:
-        """Whether `allowed` has this token."""
-        return token < len(self.allowed) and bool(self.allowed[token])
 
-
-@dataclass(frozen=True, slots=True)
-class OpeningMatcher:
-    """The state before an output that one token may open as reasoning. It has the face of `GrammarMatcher`."""
+@dataclass
+class OpeningMatcher(Matcher):
+    """The state before an output that one token may open as reasoning."""
 
     opening: int
     grammar: GrammarMatcher
     reasoning: ReasoningMatcher
-    can_continue: ClassVar[bool] = True
-    error: ClassVar[str] = ""
 
-    @property
+    @cached_property
     def allowed(self) -> Mask:
         """Tokens [V]: those that the grammar allows, and the one that opens the reasoning."""
         mask = self.grammar.allowed.copy()
@@ -99,19 +93,13 @@ class OpeningMatcher:
 
     @property
     def limit(self) -> str:
-        """The limit that keeps the grammar's tokens from being known; empty: none."""
         return self.grammar.limit
 
-    def advanced(self, token: int) -> ReasoningMatcher | GrammarMatcher | None:
-        """The state after one more token; None if it is not allowed."""
-        return self.reasoning if token == self.opening else self.grammar.advanced(token)
-
     def permits(self, token: int) -> bool:
-        """Whether `allowed` has this token, without computing the grammar's mask."""
         return token == self.opening or self.grammar.permits(token)
 
-
-Matcher = GrammarMatcher | ReasoningMatcher | OpeningMatcher
+    def _advanced(self, token: int) -> Matcher | None:
+        return self.reasoning if token == self.opening else self.grammar.after(token)
 
 
 def reasoning_mask(size: int, stops: Sequence[int]) -> Mask:

@@ -164,6 +164,6 @@ def test_a_grammar_without_reasoning_is_the_usual_one() -> None:
 
 
 def test_a_gate_that_forgets_its_path_is_caught(plain: dict[str, Delta]) -> None:
-    with patch.object(ReasoningMatcher, "advanced", lambda self, token: self):
+    with patch.object(ReasoningMatcher, "after", lambda self, token: self):
         outputs = run(engine(NoDraftClient()), FEW)
     assert outcome(outputs) != {key: each for key, each in outcome(plain).items() if key in outputs}

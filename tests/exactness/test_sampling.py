@@ -151,6 +151,13 @@ def test_the_distribution_is_the_formula_s(params: SamplingParams, seed: int) ->
     assert draw(logits, [greedy]).tolist() == [ruled.index(max(ruled))]
 
 
+def ruled(history: History, logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
+    """Logits after `apply_logits_rules`."""
+    logits = logits.clone()
+    history.apply_logits_rules(logits, path)
+    return logits
+
+
 def test_a_path_counts_like_output_and_leaves_no_trace(params: SamplingParams) -> None:
     """Whether output comes at once or in pieces."""
     [logits] = random_logits(1)
@@ -159,8 +166,8 @@ def test_a_path_counts_like_output_and_leaves_no_trace(params: SamplingParams) -
         history.extend(tokens)
     assert history.output_tokens == len(OUTPUT)
     for path in ([], PATH, []):
-        expected = History(params, PROMPT, OUTPUT + path, VOCABULARY).apply_logits_rules(logits, [])
-        assert torch.equal(history.apply_logits_rules(logits, path), expected)
+        expected = History(params, PROMPT, OUTPUT + path, VOCABULARY)
+        assert torch.equal(ruled(history, logits, path), ruled(expected, logits, []))
         draw(logits[None], [SamplingRow(params, 3, history, path)])
         draw(logits[None], [row_after(temperature=0.0)])
     assert torch.equal(logits, given)
@@ -172,7 +179,7 @@ def test_ids_outside_the_vocabulary_are_ignored() -> None:
     history = History(params, [99, 3], [99, 1], VOCABULARY)
     inside = History(SamplingParams(repetition_penalty=1.5), [3], [1], VOCABULARY)
     logits = torch.ones(VOCABULARY)
-    assert torch.equal(history.apply_logits_rules(logits, [99]), inside.apply_logits_rules(logits, []))
+    assert torch.equal(ruled(history, logits, [99]), ruled(inside, logits, []))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -23,6 +23,7 @@ class Mutant:
 TREE = ("unit/test_tree.py", "exactness/test_enumeration.py", "exactness/test_strategies_engine.py")
 VERIFY = ("exactness/test_verify.py", "exactness/test_enumeration.py")
 SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/test_draft_model.py")
+GRAMMAR = ("unit/test_grammar.py",)
 REASONING = ("unit/test_reasoning_gate.py", "exactness/test_reasoning_grammar.py")
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
@@ -234,7 +235,14 @@ MUTANTS = (
         "winners = np.flatnonzero(scores_N == best_R[rows_N])",
         SAMPLING,
     ),
-    # Grammars behind reasoning.
+    # Grammars, and grammars behind reasoning.
+    Mutant(
+        "a draft token advances the parser of the committed text",
+        "paceline/grammar/matcher.py",
+        "parser = self.parser.deep_copy()",
+        "parser = self.parser",
+        GRAMMAR,
+    ),
     Mutant(
         "a grammar begins one token before the end of the reasoning's marker",
         "paceline/grammar/reasoning_gate.py",
