@@ -37,6 +37,7 @@ class RemoteDrafts:
         depth = vllm_config.speculative_config.num_speculative_tokens
         self.hidden_state_layers = settings.hidden_state_layers
         """Layers whose hidden states the drafts read: `CoupledWorker` has them computed."""
+        self._has_hidden_states = False
         self._drafts = pooled_drafts(settings, facts, depth) if facts.is_first_rank else None
 
     def predict_draws(self, describe: DescribeRow) -> None:
@@ -46,11 +47,17 @@ class RemoteDrafts:
 
     def read_hidden_states(self, gather: GatherHiddenStates) -> None:
         """Where the hidden states of `hidden_state_layers` are found. Before `load_model`."""
+        self._has_hidden_states = True
         if self._drafts is not None:
             self._drafts.read_hidden_states(gather)
 
     def load_model(self, model: object) -> None:
-        """Open the links: the drafts have models of their own."""
+        """Open the links: the drafts have models of their own.
+
+        Raises ValueError if the drafts read hidden states, and nothing gathers them.
+        """
+        if self.hidden_state_layers and not self._has_hidden_states:
+            raise ValueError("hidden_state_layers needs --worker-cls paceline.vllm.CoupledWorker")
         if self._drafts is not None:
             self._drafts.start()
 

@@ -43,7 +43,7 @@ class DraftLinkConfig:
     tls: Certificates | None = None
     """For mutual TLS. None: links are not encrypted."""
     hidden_state_layers: Sequence[int] | None = None
-    """The only layers whose hidden states the target can send, in this order; None: those that drafts ask for."""
+    """Layers whose hidden states the target can send, in this order; None: any that drafts ask for; empty: none."""
 
 
 class WorkerHungError(LinkError):

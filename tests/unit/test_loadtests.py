@@ -249,9 +249,14 @@ def test_what_came_before_a_cut_must_be_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "error"),
-    [('data: {"error": {"message": "the target failed"}}', "the target failed"), ("<html>", "no event")],
+    ("line", "error", "temporary"),
+    [
+        ('data: {"error": {"message": "the target failed", "type": "server_error"}}', "the target failed", False),
+        ('data: {"error": {"message": "no target", "type": "service_unavailable"}}', "no target", True),
+        ("<html>", "no event", False),
+    ],
 )
-def test_an_error_in_a_stream_is_raised(line: str, error: str) -> None:
-    with pytest.raises(StreamError, match=error):
+def test_an_error_in_a_stream_is_raised(line: str, error: str, temporary: bool) -> None:
+    with pytest.raises(StreamError, match=error) as raised:
         ReceivedStream().feed(line)
+    assert raised.value.temporary == temporary

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,11 +21,14 @@ from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, PollResult
 from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
+from paceline.vllm import remote_drafts
 from paceline.vllm.batch import MAX_ABSENT_STEPS
 from paceline.vllm.draft_links import PoolLinks
 from paceline.vllm.learned_cost import LearnedRowCost
 from paceline.vllm.pooled_drafts import PLAIN_STEPS, PooledDrafts
+from paceline.vllm.remote_drafts import RemoteDrafts
 from paceline.vllm.remote_drafts_settings import DRAFTS_VARIABLE, LinkOptions, RemoteDraftsSettings
+from paceline.vllm.target_facts import TargetFacts
 from tests.helpers.service_processes import service_process
 from tests.helpers.waiting import within
 
@@ -384,3 +388,16 @@ def test_a_real_draft_through_a_process_of_links(pool: PoolLinks) -> None:
 def test_importing_the_links_loads_no_torch() -> None:
     code = "import sys, paceline.vllm.link_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_layers_without_a_worker_that_computes_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_drafts, "read_target_facts", lambda config: TargetFacts("", VOCABULARY, 64, False))
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
+        additional_config={"paceline": {"drafts": ["a:1"], "hidden_state_layers": [2]}},
+    )
+    with pytest.raises(ValueError, match="CoupledWorker"):
+        RemoteDrafts(config).load_model(None)
+    gathered = RemoteDrafts(config)
+    gathered.read_hidden_states(lambda row, start, stop: torch.zeros(stop - start, 1, 1))
+    gathered.load_model(None)
