@@ -212,8 +212,12 @@ def plan(
     draft_knee_rows: Annotated[int, typer.Option(min=1, help="Rows from which on a pass takes longer.")] = 128,
     agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="How often the draft's choice is drawn.")] = 0.8,
     rtt_ms: Annotated[float, typer.Option(min=0.0, help="Round trip between target and draft.")] = 0.5,
+    link_gbit_s: Annotated[float, typer.Option(min=0.001, help="Bandwidth between target and draft.")] = 10.0,
+    hidden_size: Annotated[int, typer.Option(min=1, help="The target's: of what a head such as EAGLE-3 reads.")] = 4096,
+    hidden_layers: Annotated[int, typer.Option(min=0, help="Layers that the head reads, in bfloat16; 0: none.")] = 0,
     overhead_ms: Annotated[float, typer.Option(min=0.0, help="Of each step, outside the model.")] = 0.5,
     requests_per_s: Annotated[float, typer.Option(min=0.001, help="Requests that arrive.")] = 5.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt that are in no cache.")] = 3,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 200,
     token_ms: Annotated[float, typer.Option(min=0.01, help="Goal: time per output token.")] = 20.0,
 ) -> None:
@@ -229,9 +233,12 @@ def plan(
         TimedModelConfig(step_ms=target_step_ms, knee_rows=target_knee_rows, overhead_ms=overhead_ms),
         TimedModelConfig(step_ms=draft_step_ms, knee_rows=draft_knee_rows, agreement=agreement),
         rtt_ms / 1e3,
+        link_bytes_per_s=link_gbit_s * 1e9 / 8,
+        state_bytes=hidden_layers * hidden_size * 2,
     )
+    demand = PlannedDemand(requests_per_s, output_tokens, token_ms, prompt_tokens)
     try:
-        planned = command.run(Console(highlight=False), pair, PlannedDemand(requests_per_s, output_tokens, token_ms))
+        planned = command.run(Console(highlight=False), pair, demand)
     except CannotPlanError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

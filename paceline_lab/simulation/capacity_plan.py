@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from paceline.config import SamplingParams
 from paceline.core.messages import GenerationRequest
-from paceline_lab.simulation.pair_simulation import SimulatedPair, simulate
+from paceline_lab.simulation.pair_simulation import SimulatedPair, SimulationResult, simulate
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 """Requests that one target runs at once."""
@@ -28,11 +28,15 @@ ENOUGH = 0.95
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """One target with `requests` requests at once. Tokens per second are those of all of them together."""
+    """One target with `requests` requests at once. Tokens per second are those of all of them together.
+
+    `link_mbit_s`: between the target and its draft worker, both ways, while it streams.
+    """
 
     requests: int
     plain: float
     streamed: float
+    link_mbit_s: float = 0.0
 
     @property
     def best(self) -> float:
@@ -52,6 +56,7 @@ class PlannedDemand:
     output_tokens: int
     token_ms: float
     """Goal: mean time between a request's tokens."""
+    prompt_tokens: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class CannotPlanError(Exception):
 
 def plan_capacity(pair: SimulatedPair, demand: PlannedDemand) -> CapacityPlan:
     """Size the pool. Raises `CannotPlanError`."""
-    loads = [load(pair, requests) for requests in LOADS]
+    loads = [load(pair, requests, demand.prompt_tokens) for requests in LOADS]
     within = [each for each in loads if each.token_ms <= demand.token_ms]
     if not within:
         raise CannotPlanError(
@@ -105,7 +110,7 @@ def plan_capacity(pair: SimulatedPair, demand: PlannedDemand) -> CapacityPlan:
         loads=loads,
         pays_up_to=max((each.requests for each in loads if each.streamed >= LEAST_GAIN * each.plain), default=0),
         target_workers=targets,
-        draft_workers=targets * drafts_for(pair, near.requests) if pays else 0,
+        draft_workers=targets * drafts_for(pair, near.requests, demand.prompt_tokens) if pays else 0,
         at_once=at_once,
         token_ms=1e3 * at_once * targets / demanded,
     )
@@ -121,16 +126,22 @@ def formula(pair: SimulatedPair, guesses: int) -> ClosedFormSpeedup:
     return ClosedFormSpeedup(guesses, accepted, tokens * plain / (verified + drafted), tokens * plain / verified)
 
 
-def load(pair: SimulatedPair, requests: int) -> LoadPoint:
+def load(pair: SimulatedPair, requests: int, prompt_tokens: int) -> LoadPoint:
     """Simulate `requests` requests at once, plainly and streamed."""
-    return LoadPoint(requests, rate(replace(pair, draft=None), requests), rate(pair, requests))
+    streamed = serve(pair, requests, prompt_tokens)
+    return LoadPoint(
+        requests,
+        serve(replace(pair, draft=None), requests, prompt_tokens).tokens_per_s,
+        streamed.tokens_per_s,
+        8e-6 * streamed.wire_bytes / streamed.seconds,
+    )
 
 
-def rate(pair: SimulatedPair, requests: int) -> float:
-    """Tokens per second of one target for `requests` requests together."""
+def serve(pair: SimulatedPair, requests: int, prompt_tokens: int) -> SimulationResult:
+    """One target for `requests` requests together."""
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS)
-    generation_requests = [GenerationRequest(f"r{number}", [number + 1, 2, 3], sampling) for number in range(requests)]
-    return simulate(pair, [(0.0, generation_request) for generation_request in generation_requests]).tokens_per_s
+    prompts = ([number + 1, *[2] * (prompt_tokens - 1)] for number in range(requests))
+    return simulate(pair, [(0.0, GenerationRequest(f"r{prompt[0]}", prompt, sampling)) for prompt in prompts])
 
 
 def requests_at(loads: Sequence[LoadPoint], tokens_per_s: float) -> float:
@@ -143,12 +154,12 @@ def requests_at(loads: Sequence[LoadPoint], tokens_per_s: float) -> float:
     return requests
 
 
-def drafts_for(pair: SimulatedPair, requests: int) -> int:
+def drafts_for(pair: SimulatedPair, requests: int, prompt_tokens: int) -> int:
     """Number of draft workers for one target with `requests` requests: twice as many would hardly add speed."""
     drafts = 1
-    here = rate(replace(pair, drafts=drafts), requests)
+    here = serve(pair, requests, prompt_tokens).tokens_per_s
     while drafts < requests:
-        more = rate(replace(pair, drafts=2 * drafts), requests)
+        more = serve(replace(pair, drafts=2 * drafts), requests, prompt_tokens).tokens_per_s
         if here >= ENOUGH * more:
             break
         drafts, here = 2 * drafts, more

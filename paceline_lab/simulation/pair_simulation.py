@@ -1,11 +1,13 @@
 """A target and a draft in virtual time: the real engine, scheduler, tree, row budget, draft loop and frames.
 
-Simulated are the models (`paceline_lab.fake_models.timed_model`), the network (a delay each way), and the processes'
-communication, which takes no time. The result is that of an otherwise idle machine.
+Simulated are the models (`paceline_lab.fake_models.timed_model`), the network (bandwidth, and a delay each way), and
+the processes' communication, which takes no time. Hidden states are only bytes on the wire. The result is that of an
+otherwise idle machine.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from paceline.engine.engine_messages import StepResult
 from paceline.ipc.pipe import MessageDispatcher
 from paceline.model import ModelOutput
 from paceline.model.rows import Row
+from paceline.v1 import draft_pb2 as pb
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamUp, StreamUpdate
 from paceline.wire.remote_draft_client import RemoteDraftClient
@@ -46,6 +49,10 @@ class SimulatedPair:
     rtt_s: float = 0.0
     drafts: int = 1
     """Draft workers; requests are assigned in turn."""
+    link_bytes_per_s: float = math.inf
+    """Bandwidth between the target and each draft worker, in each direction."""
+    state_bytes: int = 0
+    """Hidden states that the target sends for each token of prompt and output, as for EAGLE-3; 0: none."""
     speculation: SpeculativeConfig = field(
         default_factory=lambda: SpeculativeConfig(
             method="draft_model", model=ADDRESS, num_speculative_tokens=16, tree_width=4, max_tree_nodes=64
@@ -111,6 +118,35 @@ class _MeteredModel(TimedModel):
             self.cpu_s += time.thread_time() - began
 
 
+class _UnsentStates:
+    """Which hidden states the real engine would send: none to a paused draft, until it goes on."""
+
+    def __init__(self) -> None:
+        self._positions: dict[int, int] = {}
+        self._paused: set[int] = set()
+
+    def take(self, frame: pb.DraftFrame) -> int:
+        """The number of positions whose states go with this frame."""
+        for opening in frame.opens:
+            self._positions[opening.request_id] = len(opening.token_ids)
+            self._set_limit(opening.request_id, opening.max_nodes)
+        for commit in frame.commits:
+            self._positions[commit.request_id] += len(commit.token_ids)
+        for limit in frame.limits:
+            self._set_limit(limit.request_id, limit.max_nodes)
+        for close in frame.closes:
+            self._positions.pop(close.request_id, None)
+        due = {key: unsent for key, unsent in self._positions.items() if key not in self._paused}
+        self._positions.update(dict.fromkeys(due, 0))
+        return sum(due.values())
+
+    def _set_limit(self, request_id: int, nodes: int) -> None:
+        if nodes:
+            self._paused.discard(request_id)
+        else:
+            self._paused.add(request_id)
+
+
 def simulate(pair: SimulatedPair, generation_requests: Sequence[tuple[float, GenerationRequest]]) -> SimulationResult:
     """Serve each request from its arrival time on, until all have ended."""
     return _Run(pair, generation_requests).result()
@@ -126,6 +162,9 @@ class _Run:
         self._running = len(generation_requests)
         self._engine_pipe = _Pipe(self._time, self._receive_from_engine)
         self._draft_pipes: list[_Pipe] = []
+        self._unsent_states = _UnsentStates()
+        self._sent_at: defaultdict[object, float] = defaultdict(float)
+        """By link and direction: when the last bit has left."""
         for number, (when, generation_request) in enumerate(generation_requests):
             drafted = replace(generation_request, draft_addresses=[f"{ADDRESS}-{number % pair.drafts}"])
             self._time.after(when, partial(self._engine_pipe.put, drafted))
@@ -174,7 +213,10 @@ class _Run:
                     self._running -= delta.finish_reason is not None
                 self._step_began_s = cpu_s
             case SendDraftFrame(link, frame):
-                self._transmit(frame.SerializeToString(), partial(self._deliver_to_draft, link))
+                assert isinstance(frame, pb.DraftFrame)
+                data = frame.SerializeToString()
+                size = len(data) + self._unsent_states.take(frame) * self._pair.state_bytes
+                self._transmit((link, "down"), size, partial(self._deliver_to_draft, link, data))
             case ConnectDrafts():
                 pass
         self._step_began_s += self._engine_cpu_s() - cpu_s
@@ -185,11 +227,20 @@ class _Run:
     def _receive_from_draft(self, link: int, message: object) -> None:
         assert isinstance(message, DraftRounds)
         for _, grown in message.grown:
-            self._transmit(encode_growth_frame(grown).SerializeToString(), partial(self._deliver_to_engine, link))
+            data = encode_growth_frame(grown).SerializeToString()
+            self._transmit((link, "up"), len(data), partial(self._deliver_to_engine, link, data))
 
-    def _transmit(self, data: bytes, arrive: Callable[[bytes], None]) -> None:
-        self._result.wire_bytes += len(data) + FRAME_OVERHEAD
-        self._time.after(self._pair.rtt_s / 2, lambda: arrive(data))
+    def _transmit(self, direction: object, size: int, arrive: Callable[[], None]) -> None:
+        """`direction`: a link's; its messages leave one after another."""
+
+        def arrived() -> None:
+            self._result.wire_bytes += size
+            arrive()
+
+        size += FRAME_OVERHEAD
+        now = self._time.now()
+        self._sent_at[direction] = max(now, self._sent_at[direction]) + size / self._pair.link_bytes_per_s
+        self._time.after(self._sent_at[direction] - now + self._pair.rtt_s / 2, arrived)
 
     def _deliver_to_draft(self, link: int, data: bytes) -> None:
         self._draft_pipes[link].put(LinkEvents(link, parse_draft_frame(data), self._time.now()))

@@ -18,7 +18,10 @@ def run(console: Console, pair: SimulatedPair, demand: PlannedDemand) -> dict[st
         planned = plan_capacity(pair, demand)
     _show(console, planned)
     return dataclasses.asdict(planned) | {
-        "loads": [{**dataclasses.asdict(load), "token_ms": round(load.token_ms, 2)} for load in planned.loads]
+        "loads": [
+            {**dataclasses.asdict(load), "token_ms": round(load.token_ms, 2), "link_mbit_s": round(load.link_mbit_s, 2)}
+            for load in planned.loads
+        ]
     }
 
 
@@ -28,8 +31,10 @@ def _show(console: Console, planned: CapacityPlan) -> None:
     for each in planned.formulas:
         table.add_row(str(each.guesses), f"{each.accepted:.2f}", f"{each.lockstep:.2f}", f"{each.hidden:.2f}")
     console.print(table)
-    console.print("Simulated, with trees that grow while the target computes:")
-    table = Table("requests per target", "plain tokens/s", "streamed tokens/s", "streamed / plain", "ms per token")
+    console.print("Simulated, with trees that grow while the target computes; Mbit/s between a target and its draft:")
+    table = Table(
+        "requests per target", "plain tokens/s", "streamed tokens/s", "streamed / plain", "ms per token", "Mbit/s"
+    )
     for load in planned.loads:
         table.add_row(
             str(load.requests),
@@ -37,6 +42,7 @@ def _show(console: Console, planned: CapacityPlan) -> None:
             f"{load.streamed:.0f}",
             f"{load.streamed / load.plain:.2f}",
             f"{load.token_ms:.1f}",
+            f"{load.link_mbit_s:.1f}",
         )
     console.print(table)
     pays = f"up to {planned.pays_up_to} requests per target" if planned.pays_up_to else "at no load"

@@ -35,7 +35,9 @@ def test_targets_are_as_many_as_the_goal_needs(
     monkeypatch: pytest.MonkeyPatch, requests_per_s: float, workers: int
 ) -> None:
     """Within 6 ms per token a target of LOADS gives 800 tokens per second; each request takes 100 ms of that."""
-    monkeypatch.setattr(planning, "load", lambda _, requests: next(x for x in LOADS if x.requests == requests))
+    monkeypatch.setattr(
+        planning, "load", lambda _, requests, prompt_tokens: next(x for x in LOADS if x.requests == requests)
+    )
     planned = plan_capacity(pair(), PlannedDemand(requests_per_s, output_tokens=80, token_ms=6))
     assert planned.target_workers == workers
     assert planned.token_ms <= 6
@@ -67,8 +69,8 @@ def test_a_useless_draft_is_left_out() -> None:
 
 def test_a_draft_slowed_by_many_rows_needs_more_workers() -> None:
     slow = SimulatedPair(SLOW, TimedModelConfig(step_ms=3, knee_rows=8, agreement=0.8))
-    assert planning.drafts_for(pair(), 4) == 1
-    assert planning.drafts_for(slow, 4) > 1
+    assert planning.drafts_for(pair(), 4, 3) == 1
+    assert planning.drafts_for(slow, 4, 3) > 1
 
 
 def test_an_impossible_demand_is_an_error() -> None:

@@ -74,17 +74,20 @@ def test_a_plan_follows_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "TOKENS", 40)
     options = (
         "--target-step-ms 12 --target-knee-rows 32 --draft-step-ms 4 --draft-knee-rows 8 --agreement 0.7 --rtt-ms 3 "
-        "--overhead-ms 1 --requests-per-s 56 --output-tokens 50 --token-ms 13.5"
+        "--overhead-ms 1 --requests-per-s 56 --output-tokens 50 --token-ms 13.5 --prompt-tokens 20 "
+        "--link-gbit-s 0.5 --hidden-size 1024 --hidden-layers 3"
     )
     result = CliRunner().invoke(main, ["plan", *options.split()], env={"COLUMNS": "120"})
     target = TimedModelConfig(step_ms=12, knee_rows=32, overhead_ms=1)
     draft = TimedModelConfig(step_ms=4, knee_rows=8, agreement=0.7)
-    planned = planning.plan_capacity(SimulatedPair(target, draft, rtt_s=0.003), planning.PlannedDemand(56, 50, 13.5))
+    pair = SimulatedPair(target, draft, rtt_s=0.003, link_bytes_per_s=62.5e6, state_bytes=6144)
+    planned = planning.plan_capacity(pair, planning.PlannedDemand(56, 50, 13.5, prompt_tokens=20))
     assert result.exit_code == 0
     *shown, report = result.output.splitlines()
     expected = dataclasses.asdict(planned)
     for load, each in zip(expected["loads"], planned.loads, strict=True):
         load["token_ms"] = pytest.approx(each.token_ms, abs=0.005)
+        load["link_mbit_s"] = pytest.approx(each.link_mbit_s, abs=0.005)
     assert json.loads(report) == expected
     rows = [row.replace("│", " ").split() for row in shown if row.startswith("│")]
     assert len(rows) == len(planned.formulas) + len(planned.loads)

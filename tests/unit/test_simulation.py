@@ -29,9 +29,9 @@ def lockstep(k: int, rtt_s: float, draft: TimedModelConfig = DRAFT) -> Simulated
     return SimulatedPair(TARGET, draft, rtt_s, speculation=speculation)
 
 
-def served(pair: SimulatedPair, requests: int = 1, tokens: int = 200) -> SimulationResult:
+def served(pair: SimulatedPair, requests: int = 1, tokens: int = 200, prompt_tokens: int = 3) -> SimulationResult:
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
-    prompts = [[i + 1, 2, 3] for i in range(requests)]
+    prompts = [[i + 1, *[2, 3] * (prompt_tokens // 2)] for i in range(requests)]
     return simulate(pair, [(0.0, GenerationRequest(str(p), p, sampling, draft_addresses=["draft"])) for p in prompts])
 
 
@@ -75,6 +75,19 @@ def test_a_useless_draft_costs_next_to_nothing(rtt_s: float, requests: int) -> N
 
 def test_draft_tokens_are_cheap_on_the_wire() -> None:
     assert served(replace(STREAMED, rtt_s=0.002)).wire_bytes_per_token < 160
+
+
+@pytest.mark.parametrize(("gbit_s", "over_plain", "carried"), [(10, 3.2, 1000), (1, 2.2, 1000), (0.1, 0.97, 0)])
+def test_a_head_pays_as_far_as_the_link_carries_its_hidden_states(
+    gbit_s: float, over_plain: float, carried: int
+) -> None:
+    """49 kB for each token, as for a target of 70 billion parameters: those of the prompt alone may take too long."""
+    plain = served(SimulatedPair(TARGET, None), prompt_tokens=1000)
+    pair = replace(STREAMED, rtt_s=0.001, link_bytes_per_s=gbit_s * 1.25e8, state_bytes=49152)
+    head = served(pair, prompt_tokens=1000)
+    assert head.tokens == plain.tokens
+    assert carried <= head.wire_bytes / 49152 < carried + 201
+    assert head.tokens_per_s > over_plain * plain.tokens_per_s
 
 
 def test_a_forecast_is_the_simulation_of_one_request_after_another(plain: SimulationResult) -> None:
