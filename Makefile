@@ -14,7 +14,7 @@ PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-chec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo chat bench load chaos combinations schemas train test test-all lint types layers pytest \
-	pytest-all test-vllm clients native-check native-cross mutants models lines chart format proto clean
+	pytest-all test-vllm clients native-check native-cross mutants models lines chart format schema proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -156,6 +156,9 @@ chart: setup  ## the Helm chart with every combination of its main values
 format: setup  ## ruff: repair what it can
 	@$(BIN)/ruff check --fix --quiet
 	@$(BIN)/ruff format --quiet
+
+schema: setup  ## write the chart's schema of its values again
+	@$(BIN)/python deploy/k8s/schema.py
 
 proto: setup  ## write paceline/v1 again from proto/
 	@$(BIN)/python proto/generate.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.config.method_names import DETECT, LOOKUP_METHODS, MAX_DEPTH, METHODS, STACKS, SUFFIX_DEPTH
+from paceline.config.method_names import DETECT, LOOKUP_METHODS, MAX_DEPTH, METHODS, STACKING_RULE, SUFFIX_DEPTH
 
 Data = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def _method_list(data: Data) -> Data:
             names = [METHOD_ALIASES.get(str(name), str(name)) for name in methods]
             others = [name for name in names if name not in LOOKUP_METHODS]
             if not names or len(others) > 1:
-                raise ValueError(STACKS)
+                raise ValueError(STACKING_RULE)
             if data.get("beside"):
                 raise ValueError("a list of methods names all that draft: leave out `beside`")
             method = (others or names)[0]

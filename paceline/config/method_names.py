@@ -87,4 +87,4 @@ MAX_DEPTH = 64
 """Depth of the deepest node."""
 SUFFIX_DEPTH = 24
 
-STACKS = "methods that draft together are ngram, suffix and at most one other, none of them twice"
+STACKING_RULE = "methods that draft together are ngram, suffix and at most one other, none of them twice"

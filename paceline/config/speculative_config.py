@@ -19,7 +19,7 @@ from paceline.config.method_names import (
     MODEL_METHODS,
     NEEDED_KEYS,
     POOL,
-    STACKS,
+    STACKING_RULE,
     SUFFIX_DEPTH,
     LookupMethod,
     Method,
@@ -191,7 +191,7 @@ class SpeculativeConfig(Settings):
     def _check_method(self) -> SpeculativeConfig:
         together = (self.method, *self.beside)
         if self.beside and (self.method == "none" or len(set(together)) < len(together)):
-            raise ValueError(STACKS)
+            raise ValueError(STACKING_RULE)
         for method in together:
             needs = MODEL if method == DETECT else METHODS[method].needs if method in METHODS else ()
             if needs and not any(getattr(self, key) for key in needs):

@@ -52,7 +52,7 @@ class GenerationRequest:
     """Whether deltas carry the trees that were verified."""
     session: str = ""
     """The conversation that the request belongs to; "": none."""
-    target_labels: frozenset[str] = frozenset()
+    needed_capabilities: frozenset[str] = frozenset()
     """Labels and features that its target must have."""
     choice: int = 0
     """Index among the `n` completions of one prompt."""

@@ -1,4 +1,6 @@
-"""From logits to the drawn token: the only place where temperature, filters, penalties and noise exist.
+"""From logits to the drawn token: temperature, filters, penalties and noise.
+
+On CPUs `paceline/model/native/draw_candidates.hpp` computes the noise, too, to find the tokens that can win.
 
 A token is ``argmax(warp(logits) / T + gumbel(seed, position, token))``, the Gumbel-max form of sampling from
 ``softmax(warp(logits) / T)``. The noise comes from no generator that could be ahead or behind: it is a hash

@@ -32,7 +32,7 @@ def detect_method(config: SpeculativeConfig) -> SpeculativeConfig:
     folder = resolve_model(config.model)
     method = "draft_model" if is_fake_model(folder) else method_of_checkpoint(Checkpoint(folder))
     if method not in METHODS:
-        raise CheckpointError(f"{folder} is a checkpoint for method {method!r}, which is planned but not built yet")
+        raise CheckpointError(f"{folder} is a checkpoint for method {method!r}, which is known and not supported")
     log.info("%s is a checkpoint for method %s", folder, method)
     return config.model_copy(update={"method": method})
 

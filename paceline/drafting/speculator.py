@@ -2,7 +2,7 @@
 
 A speculator keeps a replica of each open request's token tree. The caller reports what the target committed, and calls
 `grow` whenever there is time: one round of drafting over all requests, the likeliest tokens first. A speculator runs in
-the target's process or in a draft worker. Neither it nor its place can change a token of the output.
+the target's process or in a draft worker. With the default strategy neither it nor its place can change a token.
 """
 
 from __future__ import annotations

@@ -375,6 +375,7 @@ class Engine:
         # A request may end with an accepted token. With `residual` the last token may be an accepted guess that had no
         # row: it counts as the bonus token.
         accepted = min(len(tokens), len(drawn) - 1)
+        # What reads the tree comes before `tree.commit`, which moves its root.
         path = request.tree.match(tokens)
         self._record_acceptance(scheduled, tokens, path, accepted)
         from_draft = [request.tree.sources[node] for node in path[:accepted]].count(OWN_DRAFT_SOURCE)

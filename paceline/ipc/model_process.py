@@ -23,9 +23,10 @@ EXIT_TIMEOUT_S = 3.0
 class ModelProcessDiedError(Exception):
     """The model process ended unexpectedly."""
 
-    def __init__(self, exit_code: int) -> None:
+    def __init__(self, exit_code: int, *, by_us: bool) -> None:
+        """`by_us`: it failed, did not exit by itself, and was killed for that."""
         super().__init__(f"the model process ended with exit code {exit_code}")
-        self.killed = exit_code == -signal.SIGKILL
+        self.killed_by_others = exit_code == -signal.SIGKILL and not by_us
         """By an operator, or by the kernel for lack of memory: a process that fails has other exit codes."""
 
 
@@ -144,10 +145,11 @@ async def _wait_for_exit(
     await asyncio.wait((exit_code, connection.lost), return_when=asyncio.FIRST_COMPLETED)
     connection.close()
     await asyncio.wait([exit_code], timeout=EXIT_TIMEOUT_S)
-    if not exit_code.done():
+    hangs = not exit_code.done()
+    if hangs:
         log.warning("process %d does not exit by itself and is killed", process.pid)
         _kill(process)
-    error = ModelProcessDiedError(await exit_code)
+    error = ModelProcessDiedError(await exit_code, by_us=hangs)
     _fail(ready, connection.lost.exception() or error)
     await connection.lost
     raise error

@@ -203,7 +203,7 @@ class RequestMetrics:
         self._metrics.routed_tokens.labels(self._model).inc(cached_tokens)
 
     def replayed(self) -> None:
-        """The target was lost or drains, and another target resumes the request."""
+        """The target was lost or drains, and the request goes on at another one."""
         self._metrics.replays.labels(self._model).inc()
 
     def replayed_with_other_numerics(self) -> None:

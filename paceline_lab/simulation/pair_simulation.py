@@ -27,7 +27,6 @@ from paceline.engine.engine_messages import StepResult
 from paceline.ipc.pipe import MessageDispatcher
 from paceline.model import ModelOutput
 from paceline.model.rows import Row
-from paceline.v1 import draft_pb2 as pb
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamUp, StreamUpdate
 from paceline.wire.remote_draft_client import RemoteDraftClient
@@ -125,8 +124,9 @@ class _UnsentStates:
         self._positions: dict[int, int] = {}
         self._paused: set[int] = set()
 
-    def take(self, frame: pb.DraftFrame) -> int:
+    def take(self, sent: SendDraftFrame) -> int:
         """The number of positions whose states go with this frame."""
+        frame = sent.frame
         for opening in frame.opens:
             self._positions[opening.request_id] = len(opening.token_ids)
             self._set_limit(opening.request_id, opening.max_nodes)
@@ -212,10 +212,9 @@ class _Run:
                     self._result.times[delta.request_id] += [self._time.now()] * len(delta.tokens)
                     self._running -= delta.finish_reason is not None
                 self._step_began_s = cpu_s
-            case SendDraftFrame(link, frame):
-                assert isinstance(frame, pb.DraftFrame)
+            case SendDraftFrame(link, frame) as sent:
                 data = frame.SerializeToString()
-                size = len(data) + self._unsent_states.take(frame) * self._pair.state_bytes
+                size = len(data) + self._unsent_states.take(sent) * self._pair.state_bytes
                 self._transmit((link, "down"), size, partial(self._deliver_to_draft, link, data))
             case ConnectDrafts():
                 pass

@@ -24,9 +24,9 @@ from paceline_services.gateway.scored_prompt import ScoredPrompt
 log = logging.getLogger(__name__)
 
 MAX_TARGET_LOSSES = 4
-"""A request ends with an error after more losses of its target than these without a token."""
+"""Losses of its target in a row, without a token between them, that a request survives."""
 MAX_ENGINE_DEATHS = 1
-"""A request ends with an error after more engine deaths than these without a token: it may be what kills engines."""
+"""The same for deaths of an engine: the request may be what kills engines."""
 UNKNOWN = "an unknown worker version"
 
 
@@ -84,7 +84,7 @@ class FailoverRequest:
 
         Raises an `ApiError` if the request cannot be served. Closing the generator cancels the request at its target.
         """
-        while self._losses <= MAX_TARGET_LOSSES:
+        while True:
             request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
             # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
             blocks = block_hashes(request.tokens, salt=request.cache_salt) if self._scored_prompt.complete else ()
@@ -116,8 +116,9 @@ class FailoverRequest:
                 )
             if self._cancelled:
                 return
+            if self._losses > MAX_TARGET_LOSSES:
+                raise GenerationError(f"{self._losses} targets were lost while they served this request")
             self._metrics.replayed()
-        raise GenerationError(f"{self._losses} targets were lost while they served this request")
 
     def finish_early(self) -> None:
         """End the request, successfully, at a stop string. Its last delta still follows, with its statistics."""
@@ -147,7 +148,7 @@ class FailoverRequest:
         Raises `UnavailableError` if none comes in time.
         """
         while (chosen := self._fleet.choose(request, blocks, self._refused_by, self._numerics)) is None:
-            if not await self._fleet.wait_for_target(self._resume_s, request.target_labels):
+            if not await self._fleet.wait_for_target(self._resume_s, request.needed_capabilities):
                 raise UnavailableError(f"the target is gone, and no other came within {self._resume_s:g} s")
         target, candidate = chosen
         self._metrics.routed(candidate.cached, session=candidate.has_session)
@@ -167,7 +168,7 @@ class FailoverRequest:
         If it refuses, too, the request is at fault and no target is.
         """
         first, self._refused_by = self._refused_by, self._target
-        return first is None and self._fleet.has_other_than(self._target, self._request.target_labels)
+        return first is None and self._fleet.has_other_than(self._target, self._request.needed_capabilities)
 
     async def _run_on(
         self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int], span: TraceSpan

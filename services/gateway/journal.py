@@ -428,11 +428,11 @@ async def gathered(items: AsyncGenerator[T]) -> AsyncGenerator[list[T]]:
 
 
 def _digest(requests: Sequence[GenerationRequest]) -> str:
-    """Of prompts and parameters."""
+    """Of prompts and parameters. Defaults are left out, so a build that knows one parameter more finds the same."""
     digest = blake2b(digest_size=16)
     for each in requests:
         digest.update(array("I", each.prompt))
-        digest.update(f"{each.sampling.model_dump_json()}{each.stop}{each.cache_salt}".encode())
+        digest.update(f"{each.sampling.model_dump_json(exclude_defaults=True)}{each.stop}{each.cache_salt}".encode())
     return digest.hexdigest()
 
 

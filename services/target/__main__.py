@@ -69,7 +69,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--served-model-name", help="the model's name for clients; default: --model")
     parser.add_argument("--drain-s", type=float, default=30.0, help="seconds for running requests to finish")
     parser.add_argument(
-        "--hang-s", type=float, default=120.0, help="seconds without a step before the engine is killed"
+        "--hang-s", type=float, default=120.0, help="seconds without a step before the engine is aborted"
     )
     parser.add_argument(
         "--labels", action="append", default=[], metavar="KEY=VALUE,...", help="what requests may ask for; repeatable"

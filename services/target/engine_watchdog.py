@@ -14,13 +14,13 @@ CHECKS_PER_TIMEOUT = 4
 
 
 class EngineWatchdog(PeriodicTask):
-    """Calls `kill` once if the engine is busy and makes no step for `timeout_s` seconds, while the context lasts."""
+    """Calls `abort` once if the engine is busy and makes no step for `timeout_s` seconds, while the context lasts."""
 
-    def __init__(self, timeout_s: float, busy: Callable[[], bool], kill: Callable[[], None]) -> None:
+    def __init__(self, timeout_s: float, busy: Callable[[], bool], abort: Callable[[], None]) -> None:
         self.interval_s = timeout_s / CHECKS_PER_TIMEOUT
         self._timeout_s = timeout_s
         self._busy = busy
-        self._kill = kill
+        self._abort = abort
         self._checks_without_step = 0
 
     def reset(self) -> None:
@@ -30,5 +30,5 @@ class EngineWatchdog(PeriodicTask):
     async def run_once(self) -> None:
         self._checks_without_step = self._checks_without_step + 1 if self._busy() else 0
         if self._checks_without_step == CHECKS_PER_TIMEOUT + 1:
-            log.critical("the engine has requests and made no step for %g s: it is killed", self._timeout_s)
-            self._kill()
+            log.critical("the engine has requests and made no step for %g s: it is aborted", self._timeout_s)
+            self._abort()

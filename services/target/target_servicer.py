@@ -125,8 +125,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def drain(self, timeout_s: float, engine_exited: asyncio.Future[None]) -> None:
         """Let running requests finish for up to `timeout_s` seconds, hand over the rest, and end the links.
 
-        If the engine dies, every link ends at once: with `EngineDeadError` unless the engine was killed, which is not
-        a request's fault.
+        If the engine dies, every link ends at once.
         """
         if not (self._draining or engine_exited.done()):
             self.stop_accepting()
@@ -134,12 +133,18 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         await asyncio.wait((idle, engine_exited), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         if engine_exited.done():
-            self._draining = True
-            error = engine_exited.exception()
-            was_killed = isinstance(error, ModelProcessDiedError) and error.killed
-            for link in self._links:
-                link.outbox.close(None if was_killed else EngineDeadError("the engine has died"))
-            return
+            self._end_links(engine_exited.exception())
+        else:
+            self._hand_over()
+
+    def _end_links(self, error: BaseException | None) -> None:
+        """The engine has died: of a request, as far as anyone can know, unless somebody killed it with SIGKILL."""
+        self._draining = True
+        killed_by_others = isinstance(error, ModelProcessDiedError) and error.killed_by_others
+        for link in self._links:
+            link.outbox.close(None if killed_by_others else EngineDeadError("the engine has died"))
+
+    def _hand_over(self) -> None:
         if self._owners:
             log.warning("%d requests are handed over", len(self._owners))
         for engine_id, link in list(self._owners.items()):

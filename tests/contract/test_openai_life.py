@@ -161,6 +161,7 @@ async def test_a_request_is_handed_over_any_number_of_times_but_not_lost_with_to
         if lost:
             assert answer.status_code == 500
             assert f"{MAX_TARGET_LOSSES + 1} targets were lost" in answer.text
+            assert f'paceline_replays_total{{model_name="pydoc"}} {MAX_TARGET_LOSSES:.1f}' in await stack.metrics()
         else:
             assert answer.json()["choices"][0]["text"] == expected
 

@@ -185,7 +185,7 @@ async def test_a_target_that_fails_repeatedly_is_paused_and_probed_without_faile
         now += FIRST_PAUSE_S
         while stack.served[0] == FAILURES:  # the probe
             await completed(stack, [next(numbers)])
-        assert breaker.opens_in_s == 2 * FIRST_PAUSE_S
+        assert breaker.probe_in_s == 2 * FIRST_PAUSE_S
         fails = False
         now += 2 * FIRST_PAUSE_S
         while breaker.state != BreakerState.CLOSED:

@@ -9,8 +9,8 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest_asyncio
 from loadtests.chaos.chaos_cases import opened
 from loadtests.received_stream import ReceivedStream
 from paceline.api_keys import ApiKey, KeyFile, digest, write
-from paceline.config import SpeculativeConfig
+from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.messages import GenerationRequest
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.output_format import OutputFormat
@@ -32,6 +32,7 @@ from paceline.text.chat_template import ChatTemplate
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway import journal
+from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.server import GatewaySettings, running
 from tests.helpers.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, another_gateway, counts, open_stack
@@ -342,6 +343,24 @@ async def test_a_prompt_that_has_changed_is_refused(pair: Pair) -> None:
     finally:
         pair.second.model.tokenizer.chat_template = before
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "stream_changed")
+
+
+@pytest.mark.parametrize("added", [0, 1])
+async def test_a_parameter_that_only_one_build_knows_changes_nothing_while_it_is_unset(pair: Pair, added: int) -> None:
+    """Gateways of two builds continue each other's streams during an upgrade."""
+
+    class NewerParams(SamplingParams):
+        added: int = 0
+
+    path, body = BODIES["completions"]
+    async with held(pair.first, path, body, 3) as events:
+        pass
+    kept = await journal.Journals(pair.second.store, enabled=True).find("", id_of(events[-1]).partition(":")[0])
+    assert kept is not None
+    request = pair.first.decoder.requests[-1]
+    newer = NewerParams(**dict(request.sampling), added=added)
+    with pytest.raises(InvalidRequestError) if added else nullcontext():
+        kept.check([replace(request, sampling=newer)])
 
 
 async def test_a_client_resumes_its_own_streams_only(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """python -m tests.helpers.fake_model_process FD: a model process that does what its options, a text, ask for."""
 
+import signal
 import socket
 import sys
 from contextlib import suppress
@@ -15,6 +16,10 @@ if __name__ == "__main__":
             pipe.send(StartFailed("no such model"))
         case "exit":
             sys.exit(3)
+        case "hang":
+            pipe.send(Ready("facts"))
+            pipe.close()
+            signal.pause()
         case "echo":
             pipe.send(Ready("facts"))
             pipe.on(Note, pipe.send)

@@ -4,8 +4,8 @@ Works on temporary copies of the checkout, two at a time. First the tests are ru
 to pass, or their failures would say nothing. The last line of output is JSON: how many mutants there are, how many were
 caught, which ones survived.
 
-A mutant whose old text is not in its file exactly once is stale. Stale mutants are listed, nothing is run, and the exit
-code is 2. It is 1 if a mutant survives.
+A mutant whose old text is not in its file exactly once is stale, which a unit test finds, too. Stale mutants are
+listed, nothing is run, and the exit code is 2. It is 1 if a mutant survives.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutants.table import MUTANTS, Mutant
+from tests.mutants.table import CHECKOUT, MUTANTS, Mutant
 
-HERE = Path(__file__).parents[2]
 AT_ONCE = 2
 LONGEST_S = 1800
 """A run of tests that takes longer counts as failed: a mutant may go round in circles."""
@@ -39,7 +38,7 @@ CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -si
 def main() -> int:
     options = _options()
     mutants = [each for each in MUTANTS if options.only in each.name]
-    stale = [f"{each.name}: {each.file} has its text {_count(each)} times" for each in mutants if _count(each) != 1]
+    stale = [each.name for each in mutants if each.occurrences() != 1]
     if stale:
         print("Stale mutants, to be written anew in tests/mutants/table.py:", *stale, sep="\n  ", file=sys.stderr)
         return 2
@@ -64,24 +63,19 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _count(mutant: Mutant) -> int:
-    path = HERE / mutant.file
-    return path.read_text().count(mutant.old) if path.exists() else 0
-
-
 def _copy(folder: Path) -> Path:
     """The checkout as it is, without what git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=HERE,
+        cwd=CHECKOUT,
         check=True,
         capture_output=True,
         text=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
-        if (HERE / name).exists():  # one that git knows may have been removed
+        if (CHECKOUT / name).exists():  # one that git knows may have been removed
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(HERE / name, folder / name, follow_symlinks=False)  # `paceline_services` is a link
+            shutil.copy2(CHECKOUT / name, folder / name, follow_symlinks=False)  # `paceline_services` is a link
     return folder
 
 

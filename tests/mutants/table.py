@@ -7,6 +7,9 @@ anew so that it means the same; a mutant is removed only together with what it b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,11 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+
+    def occurrences(self) -> int:
+        """Of `old` in `file`."""
+        path = CHECKOUT / self.file
+        return path.read_text().count(self.old) if path.exists() else 0
 
 
 TREE = ("unit/test_tree.py", "exactness/test_enumeration.py", "exactness/test_strategies_engine.py")
@@ -161,8 +169,8 @@ MUTANTS = (
     Mutant(
         "a token that is not allowed may be drawn",
         "paceline/core/sampling.py",
-        "limited_V = logits_V.masked_fill(self._disallowed, MASKED)",
-        "limited_V = logits_V - self._disallowed.float()",
+        "logits_V.masked_fill(self._disallowed, MASKED)",
+        "logits_V - self._disallowed.float()",
         SAMPLING,
     ),
     Mutant(
@@ -325,7 +333,7 @@ MUTANTS = (
     Mutant(
         "a request runs on a target without its labels",
         "services/gateway/routing/fleet.py",
-        "if target.usable and labels.issubset(target.capabilities)",
+        "if target.usable and needed.issubset(target.capabilities)",
         "if target.usable",
         ("contract/test_target_labels.py",),
     ),
@@ -719,8 +727,8 @@ MUTANTS = (
     Mutant(
         "a request goes to a target that ignores what it asks for",
         "services/gateway/openai/request_builder.py",
-        "target_labels=labels | features",
-        "target_labels=labels",
+        "needed_capabilities=labels | features",
+        "needed_capabilities=labels",
         ("contract/test_evaluation.py",),
     ),
     Mutant(

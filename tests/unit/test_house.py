@@ -1,4 +1,4 @@
-"""Rules for the whole house: one name for one thing, in the field's words, and no torch in a service."""
+"""Rules for the whole house: one name for one thing, in the field's words, no torch in a service, no stale mutant."""
 
 import subprocess
 import sys
@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.helpers import house
+from tests.mutants.table import MUTANTS
 
 ARCHITECTURE = house.ROOT / "docs" / "architecture.md"
 
@@ -49,3 +50,8 @@ def test_a_service_imports_no_torch(service: str) -> None:
         f"import paceline_services.{service}.__main__, sys; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_mutant_is_stale() -> None:
+    """A stale one is to be written anew: one alone keeps `make mutants` from running."""
+    assert [each.name for each in MUTANTS if each.occurrences() != 1] == []

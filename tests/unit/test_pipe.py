@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from paceline.ipc import gc_heap
+from paceline.ipc import model_process as model_processes
 from paceline.ipc.model_process import ModelProcessDiedError, model_process
 from paceline.ipc.pipe import MessageDecoder, PipeClosedError, pack
 from paceline.launcher import StartError
@@ -88,6 +89,20 @@ async def test_an_error_in_a_handler_is_not_reported_as_the_death_of_the_process
         with pytest.raises(ZeroDivisionError):
             await process.exited
     assert process.process.returncode == 0
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_a_process_that_hangs_at_its_end_was_not_killed_by_others(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_processes, "EXIT_TIMEOUT_S", 0.1)
+    async with model_process(MODULE, "hang" if hangs else "echo") as process:
+        await process.ready
+        if not hangs:
+            process.process.kill()
+        with pytest.raises(ModelProcessDiedError, match="exit code -9") as error:
+            await process.exited
+    assert error.value.killed_by_others == (not hangs)
 
 
 @pytest.mark.parametrize(

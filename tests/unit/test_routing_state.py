@@ -229,14 +229,14 @@ def test_one_request_probes_while_others_wait(breaker: Breaker, clock: Clock) ->
     breaker.on_first_token()
     assert (breaker.state, breaker.allows) == (BreakerState.CLOSED, True)
     breaker.on_failure()
-    assert breaker.opens_in_s == 2 * FIRST_PAUSE_S
+    assert breaker.probe_in_s == 2 * FIRST_PAUSE_S
     clock.now += 2 * FIRST_PAUSE_S
     breaker.on_sent()
     breaker.on_first_token()
     breaker.on_success()
     breaker.on_failure()
     assert breaker.state == BreakerState.CLOSED
-    assert opened(breaker).opens_in_s == FIRST_PAUSE_S
+    assert opened(breaker).probe_in_s == FIRST_PAUSE_S
 
 
 def test_each_failed_probe_doubles_the_pause_up_to_a_limit(breaker: Breaker, clock: Clock) -> None:
@@ -244,11 +244,11 @@ def test_each_failed_probe_doubles_the_pause_up_to_a_limit(breaker: Breaker, clo
     opened(breaker)
     pauses = []
     for _ in range(9):
-        pauses.append(breaker.opens_in_s)
-        clock.now += breaker.opens_in_s / 2
+        pauses.append(breaker.probe_in_s)
+        clock.now += breaker.probe_in_s / 2
         breaker.on_failure()
-        assert breaker.opens_in_s == pauses[-1] / 2
-        clock.now += breaker.opens_in_s
+        assert breaker.probe_in_s == pauses[-1] / 2
+        clock.now += breaker.probe_in_s
         breaker.on_sent()
         breaker.on_failure()
     assert pauses == [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(9)]

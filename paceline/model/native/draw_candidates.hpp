@@ -1,4 +1,4 @@
-// The tokens that can win a draw: see `_drawn` in sampling.py, which draws among them.
+// The tokens that can win a draw: see `_draw_on_cpu` in sampling.py, which draws among them.
 //
 // Noise is -log E, so the winner has the smallest E / exp(x), where E = -log(1 - u) and u is a hash of key and token. x is
 // relative to the row's largest logit, so at most 0: a token wins only with E <= exp(x) * E of the largest. Since u <= E,

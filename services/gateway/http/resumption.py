@@ -17,18 +17,11 @@ from paceline_services.gateway.http.http_metrics import REQUEST_ID, SPAN
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.journal import Journal, Journals
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.request_headers import (
-    LABELS_HEADER,
-    LAST_EVENT_ID_HEADER,
-    REQUEST_ID_HEADER,
-    SESSION_HEADER,
-)
+from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER, REQUEST_HEADERS
 from paceline_services.gateway.request_trace import start_request_span
 
 EVENT_ID = re.compile(r"([0-9a-f]{32}):([0-9]{1,9})")
 """The request's id, and the event's number in its stream."""
-REQUEST_HEADERS = (LABELS_HEADER, SESSION_HEADER, REQUEST_ID_HEADER)
-"""The headers that belong to a request as its body does."""
 
 
 async def begin_request(

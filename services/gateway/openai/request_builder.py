@@ -76,7 +76,7 @@ async def build_requests(
         trace_parent=span.trace_parent,
         return_tree=body.return_tree,
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
-        target_labels=labels | features,
+        needed_capabilities=labels | features,
         stop=body.stop or (),
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,

@@ -49,7 +49,7 @@ class Breaker:
         return self.state == BreakerState.CLOSED or (self.state == BreakerState.HALF_OPEN and not self._probing)
 
     @property
-    def opens_in_s(self) -> float:
+    def probe_in_s(self) -> float:
         """Seconds until a request may probe; 0: now."""
         return 0.0 if self._until is None else max(0.0, self._until - self._clock())
 

@@ -89,7 +89,7 @@ class DraftWorkers:
         passed_over = offered[: offered.index(served[0])] if served[0] in offered else []
         for address in {*passed_over, *served[:-1]} - {served[-1]}:
             if (breaker := self.breakers.get(address)) is not None and breaker.on_failure():
-                log.warning("draft %s fails repeatedly: it is tried last for %.0f s", address, breaker.opens_in_s)
+                log.warning("draft %s fails repeatedly: it is tried last for %.0f s", address, breaker.probe_in_s)
         self.breakers[served[-1]].on_success()
         if stats and len(served) == 1 and stats.verifications:
             self._record_acceptance(

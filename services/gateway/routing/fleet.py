@@ -66,9 +66,9 @@ class Fleet:
         """Whether a request can be sent now."""
         return self.has_target(frozenset())
 
-    def has_target(self, labels: frozenset[str]) -> bool:
-        """Whether a request for a target with these labels and features can be sent now."""
-        return bool(self._usable(labels))
+    def has_target(self, needed: frozenset[str]) -> bool:
+        """Whether a request for a target with these capabilities can be sent now."""
+        return bool(self._usable(needed))
 
     def has_capable_target(self, wanted: frozenset[str]) -> bool:
         """Whether a target that is up has all these labels and features."""
@@ -107,7 +107,7 @@ class Fleet:
     def retry_after_s(self) -> int:
         """Seconds until a refused request may succeed: until the waiting requests have started."""
         if not self.available:
-            return max(1, round(min((target.breaker.opens_in_s for target in self._up()), default=0.0)))
+            return max(1, round(min((target.breaker.probe_in_s for target in self._up()), default=0.0)))
         ahead = sum(target.rows_before_first_token for target in self.targets.values())
         return self.request_cost.retry_after_s(ahead)
 
@@ -123,7 +123,7 @@ class Fleet:
         `blocks`: the block hashes of the request's tokens. Preferred, however busy, are first targets other than
         `refused_by`, then those with `numerics`, which are those of the target that drew the request's latest token.
         """
-        usable = self._usable(request.target_labels)  # required; from here on each line only prefers
+        usable = self._usable(request.needed_capabilities)  # required; from here on each line only prefers
         usable = {key: target for key, target in usable.items() if target is not refused_by} or usable
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
         session = session_home(list(usable), request.session, request.cache_salt)
@@ -133,15 +133,15 @@ class Fleet:
         best = best_target(candidates, request.tokens, request.cache_salt)
         return None if best is None else (usable[best], candidates[best])
 
-    def has_other_than(self, target: TargetConnection | None, labels: frozenset[str]) -> bool:
-        """Whether a request for a target with these labels and features could be sent elsewhere now."""
-        return any(each is not target for each in self._usable(labels).values())
+    def has_other_than(self, target: TargetConnection | None, needed: frozenset[str]) -> bool:
+        """Whether a request for a target with these capabilities could be sent elsewhere now."""
+        return any(each is not target for each in self._usable(needed).values())
 
-    async def wait_for_target(self, timeout_s: float, labels: frozenset[str] = frozenset()) -> bool:
-        """Wait until a request for a target with these labels and features can be sent; False after `timeout_s`."""
+    async def wait_for_target(self, timeout_s: float, needed: frozenset[str] = frozenset()) -> bool:
+        """Wait until a request for a target with these capabilities can be sent; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.has_target(labels))
+                await self._changed.wait_for(lambda: self.has_target(needed))
         except TimeoutError:
             return False
         return True
@@ -178,11 +178,11 @@ class Fleet:
     def _up(self) -> list[TargetConnection]:
         return [target for target in self.targets.values() if target.up]
 
-    def _usable(self, labels: frozenset[str]) -> dict[str, TargetConnection]:
+    def _usable(self, needed: frozenset[str]) -> dict[str, TargetConnection]:
         return {
             key: target
             for key, target in self.targets.items()
-            if target.usable and labels.issubset(target.capabilities)
+            if target.usable and needed.issubset(target.capabilities)
         }
 
     async def _keep_link(self, record: WorkerRecord) -> None:
@@ -230,7 +230,7 @@ class Fleet:
         """The target has failed, and no request is to blame."""
         if target.breaker.on_failure():
             log.warning(
-                "target %s fails repeatedly: no requests for %.0f s", _key(target.record), target.breaker.opens_in_s
+                "target %s fails repeatedly: no requests for %.0f s", _key(target.record), target.breaker.probe_in_s
             )
 
     def _mismatch(self, description: TargetDescription) -> str | None:
