@@ -1,12 +1,10 @@
-"""From logits to the drawn token: temperature, filters, penalties and noise.
-
-On CPUs `paceline/model/native/draw_candidates.hpp` computes the noise, too, to find the tokens that can win.
+"""From logits to the drawn token.
 
 A token is ``argmax(warp(logits) / T + gumbel(seed, position, token))``, the Gumbel-max form of sampling from
-``softmax(warp(logits) / T)``. The noise comes from no generator that could be ahead or behind: it is a hash
-of request seed, absolute position and token id. So the draw at a position is a function of the logits there,
-the tokens before, and the parameters. The target draws with these functions, and a draft predicts the draw
-with the same ones, noise included.
+``softmax(warp(logits) / T)``. The noise is a hash of request seed, absolute position and token id (`noise`). So the
+draw at a position is a function of the logits there, the tokens before, and the parameters. The target draws with these
+functions, and a draft predicts the draw with the same ones, noise included. On CPUs `draw_candidates.hpp` computes the
+noise, too, to find the tokens that can win.
 
 The steps for a row of logits, in vLLM's order:
 
@@ -19,7 +17,7 @@ The steps for a row of logits, in vLLM's order:
    together.
 6. noise; the largest wins, among equals the lowest id
 
-Steps 1 to 3 see the row's own prefix: the committed tokens and the draft tokens on the path to the row.
+Steps 1 to 3 (`logits_rules`) see the row's own prefix: the committed tokens, and the draft tokens on the path to it.
 
 By contract a row's result does not depend, to the bit, on the other rows of the call.
 
@@ -31,8 +29,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +37,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.config import SamplingParams
-from paceline.grammar.grammar_state import GrammarState
+from paceline.core.logits_rules import MASKED, SamplingRow, apply_logits_rules
+from paceline.core.noise import gumbel, mix, noise_bits, position_key
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
-Integers = TypeVar("Integers", Tensor, npt.NDArray[np.uint32])
 Candidates: TypeAlias = tuple[IntArray, npt.NDArray[np.uint32]]
 FindCandidates: TypeAlias = Callable[[FloatArray, npt.NDArray[np.uint32], IntArray, float], Candidates | None]
 
@@ -53,7 +49,6 @@ CANDIDATE_FINDERS: list[FindCandidates] = []
 """Faster implementations of `_candidates`, registered by `paceline.model`. Each takes the same arguments and
 `ROUNDING_MARGIN`, and returns the same result, or None where it cannot run."""
 
-MASKED = -math.inf
 TOP_P_UNITS = 2**40
 """Probabilities are summed as multiples of 1 / this."""
 VECTOR = 4
@@ -62,120 +57,6 @@ ROUNDING_MARGIN = 1.001
 """Factor on the largest noise integer that can win, to cover rounding."""
 LOWEST_TEMPERATURE = 0.01
 """Lower temperatures except 0 are raised to this, as in vLLM: logits divided by less leave float32."""
-
-
-class History:
-    """One request's committed tokens, as far as masks and penalties need them.
-
-    Token ids outside the vocabulary are ignored: they are never drawn.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Sequence[int],
-        output: Sequence[int],
-        vocabulary_size: int,
-        grammar: GrammarState | None = None,
-    ) -> None:
-        """`grammar`: its state after `output`; None: any text is allowed."""
-        self.params = params
-        self.grammar: GrammarState | None = None
-        self.vocabulary_size = vocabulary_size
-        self.output_tokens = 0
-        self._longest_prefix = max((len(tokens) for tokens in params.bad_words), default=1) - 1
-        self._recent_tokens: list[int] = []
-        bias = {token: value for token, value in params.logit_bias.items() if token < vocabulary_size}
-        self._biased = self._ids(list(bias))
-        self._bias = torch.tensor(list(bias.values()))
-        self._disallowed: Tensor | None = None
-        """Tokens outside `allowed_token_ids`, bool [V]."""
-        if params.allowed_token_ids:
-            self._disallowed = torch.ones(vocabulary_size, dtype=torch.bool)
-            self._disallowed[self._ids(params.allowed_token_ids)] = False
-        self._counts = torch.zeros(vocabulary_size if params.penalised else 0)
-        self._seen = torch.zeros(self._counts.shape, dtype=torch.bool)
-        if params.penalised:
-            self._seen[self._ids(prompt)] = True
-        self.extend(output)
-        self.grammar = grammar
-        masked = params.bad_words or params.min_tokens or params.allowed_token_ids or grammar is not None
-        self.has_logits_rules = bool(masked or params.logit_bias or params.penalised)
-        """Whether steps 1 to 3 can change this request's logits."""
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens."""
-        self.output_tokens += len(tokens)
-        self._recent_tokens = self._recent_with(tokens)
-        if self.params.penalised:
-            self._seen, self._counts = self._token_counts(tokens)
-        if self.grammar is not None:
-            self.grammar.extend(tokens)
-
-    def apply_logits_rules(self, logits_V: Tensor, path: Sequence[int]) -> None:
-        """Steps 1 to 3 for the token after the committed output and then `path`, in place. Logits: float32 [V]."""
-        self._mask(logits_V, path)
-        if len(self._biased):
-            logits_V.index_add_(0, self._biased.to(logits_V.device), self._bias.to(logits_V.device))
-        if self.params.penalised:
-            logits_V.copy_(self._penalised(logits_V, path))
-
-    def _mask(self, logits_V: Tensor, path: Sequence[int]) -> None:
-        allowed = None if self.grammar is None else self.grammar.allowed(path)
-        if allowed is not None:
-            logits_V.masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
-        if self._disallowed is not None:
-            self._disallowed = self._disallowed.to(logits_V.device)
-            _replace_unless_masked(logits_V, logits_V.masked_fill(self._disallowed, MASKED))
-        if forbidden := self._forbidden_tokens(path):
-            _replace_unless_masked(logits_V, logits_V.index_fill(0, self._ids(forbidden).to(logits_V.device), MASKED))
-
-    def _forbidden_tokens(self, path: Sequence[int]) -> list[int]:
-        last = self._recent_with(path)
-        forbidden = [w[-1] for w in self.params.bad_words if len(w) == 1 or tuple(last[1 - len(w) :]) == w[:-1]]
-        if self.output_tokens + len(path) < self.params.min_tokens:
-            forbidden += self.params.stop_token_ids
-        return forbidden
-
-    def _penalised(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
-        params = self.params
-        if self._counts.device != logits_V.device:  # only at the first call
-            self._counts, self._seen = self._counts.to(logits_V.device), self._seen.to(logits_V.device)
-        seen_V, counts_V = self._token_counts(path)
-        repeated_V = torch.where(
-            logits_V > 0, logits_V / params.repetition_penalty, logits_V * params.repetition_penalty
-        )
-        logits_V = torch.where(seen_V, repeated_V, logits_V)
-        return logits_V - params.frequency_penalty * counts_V - params.presence_penalty * (counts_V > 0)
-
-    def _token_counts(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Seen in prompt or output, bool [V], and count in the output, float [V], with `tokens` after the output."""
-        if not tokens:
-            return self._seen, self._counts
-        ids = self._ids(tokens).to(self._counts.device)
-        ones = torch.ones(len(ids), device=ids.device)
-        return self._seen.index_fill(0, ids, True), self._counts.index_add(0, ids, ones)
-
-    def _recent_with(self, tokens: Sequence[int]) -> list[int]:
-        """The last tokens of the output and `tokens`, as many as the longest bad word needs."""
-        return [*self._recent_tokens, *tokens][-self._longest_prefix :] if self._longest_prefix else []
-
-    def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([token for token in tokens if token < self.vocabulary_size], dtype=torch.int64)
-
-
-class SamplingRow(NamedTuple):
-    """The parameters of a draw from one row of logits.
-
-    `position`: the absolute position of the token to be drawn. `path`: the draft tokens between the committed output in
-    `history` and that position; empty in plain decoding. `params` gives temperature, filters and seed; masks, bias and
-    penalties come from `history`.
-    """
-
-    params: SamplingParams
-    position: int
-    history: History
-    path: Sequence[int] = ()
 
 
 def draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -187,7 +68,7 @@ def draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     ruled = any(row.history.has_logits_rules for row in rows)
     if noisy and logits_RV.device.type != "cpu":
         return scores(logits_RV, rows).argmax(-1)
-    logits_RV = _apply_logits_rules(logits_RV, rows) if ruled else logits_RV.float()
+    logits_RV = apply_logits_rules(logits_RV, rows) if ruled else logits_RV.float()
     if logits_RV.device.type != "cpu":
         return logits_RV.argmax(-1)
     logits = logits_RV.numpy()
@@ -204,7 +85,7 @@ def scores(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     where the draw is decided; at T = 0 it holds the logits after step 3.
     """
     return _scored(
-        _apply_logits_rules(logits_RV, rows), rows, torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+        apply_logits_rules(logits_RV, rows), rows, torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     )
 
 
@@ -226,7 +107,7 @@ def top_scores(
 
 def probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The distribution that `draw` samples, float32 [R, V]: steps 1 to 5, then a softmax. At T = 0 it is one-hot."""
-    return _probabilities(_apply_logits_rules(logits_RV, rows), rows)
+    return _probabilities(apply_logits_rules(logits_RV, rows), rows)
 
 
 def top_probabilities(
@@ -240,62 +121,6 @@ def top_probabilities(
     logits_RK, tokens_RK = _top_logits(logits_RV, rows, count, ids_V)
     any_R1 = logits_RK[:, :1] > MASKED
     return tokens_RK, _probabilities(logits_RK, rows).where(any_R1, 0.0)
-
-
-def gumbel_choice(weights_RV: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """Sample a token of each row, int64 [R], in proportion to weights that are not negative and not all 0.
-
-    The noise is keyed by `seeds` and `positions`, as in a draw. Overwrites the weights.
-    """
-    tokens = torch.arange(weights_RV.shape[-1], device=weights_RV.device)
-    return weights_RV.log_().add_(gumbel(noise_bits(seeds, positions, tokens))).argmax(-1)
-
-
-class NoisePurpose(IntEnum):
-    """Uses of noise other than the target's draws. Noise for different purposes is independent."""
-
-    GUESS = 1
-    """A draft samples a token from its own distribution."""
-    ACCEPT = 2
-    """The target accepts a draft token with some probability."""
-    REPLACE = 3
-    """The target draws a recovered or bonus token in rejection sampling."""
-    SYNTHETIC = 4
-    """A synthetic acceptance."""
-
-
-def noise_key(seed: int, purpose: NoisePurpose, *parts: int) -> int:
-    """64 bits, the same on every machine. `parts`: numbers from 0 that distinguish noise of one purpose."""
-    key = _splitmix64(seed) ^ purpose
-    for part in parts:
-        key = _splitmix64(key) ^ part
-    return _splitmix64(key)
-
-
-def uniform(key: int) -> float:
-    """A number of [0, 1) from 53 bits of a key."""
-    return (key >> 11) * 2.0**-53
-
-
-def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
-    """Uniform 32-bit integers, int64 [R, V]: the same on every device and machine.
-
-    Row i is keyed by `seeds[i]` (below 2^64) and `positions[i]`. `tokens`: ids, int64 [V] for all rows or [R, V];
-    different ids in a row get different integers.
-    """
-    keys = [divmod(_key(seed, position), 2**32) for seed, position in zip(seeds, positions, strict=True)]
-    first_R1, second_R1 = torch.tensor(keys, device=tokens.device)[:, None].unbind(-1)
-    return _mixed(tokens ^ first_R1, second_R1)
-
-
-def gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise from `noise_bits`, float32, finite for every value of the bits.
-
-    It is -log(E) with E = -log(1 - u) exponential and u = (bits + 1/2) / 2^32. Large noise, which wins draws, has u
-    near 0, where float32 is finest; at the other end u is clamped below 1.
-    """
-    exponential = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
-    return exponential.log_().neg_()
 
 
 def is_finite(logits_RV: Tensor) -> bool:
@@ -313,54 +138,6 @@ def log_softmax(logits_RV: Tensor) -> Tensor:
     return padded.log_softmax(-1)[:, :vocabulary]
 
 
-_32_BITS = 0xFFFF_FFFF
-_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
-_GOLDEN_GAMMA = 0x9E37_79B9_7F4A_7C15
-
-
-def _key(seed: int, position: int) -> int:
-    """64 bits for one position: that element of the splitmix64 stream which begins at the hashed seed."""
-    return _splitmix64(_splitmix64(seed) + position * _GOLDEN_GAMMA)
-
-
-def _mixed(x: Integers, second: Integers) -> Integers:
-    """The mixer lowbias32 (16, 21f0aaad, 15, 735a2d97, 15) with a key before each round; `x` includes the first key.
-
-    Overwrites `x`: int64, or unsigned 32 bits. Both factors are below 2^31, so that no product overflows int64.
-    """
-    x ^= x >> 16
-    x *= 0x21F0AAAD
-    x &= _32_BITS
-    x ^= x >> 15
-    x ^= second
-    x *= 0x735A2D97
-    x &= _32_BITS
-    x ^= x >> 15
-    return x
-
-
-def _splitmix64(state: int) -> int:
-    z = (state + _GOLDEN_GAMMA) & _64_BITS
-    z = (z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9 & _64_BITS
-    z = (z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB & _64_BITS
-    return z ^ (z >> 31)
-
-
-def _apply_logits_rules(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Steps 1 to 3: a new float32 tensor."""
-    logits_RV = logits_RV.to(torch.float32, copy=True)
-    for logits_V, row in zip(logits_RV, rows, strict=True):
-        if row.history.has_logits_rules:
-            row.history.apply_logits_rules(logits_V, row.path)
-    return logits_RV
-
-
-def _replace_unless_masked(logits_V: Tensor, masked_V: Tensor) -> None:
-    """Overwrite logits by a masked copy of them, unless that leaves no token."""
-    if not bool((masked_V == MASKED).all()):
-        logits_V.copy_(masked_V)
-
-
 def _scatter_to_vocabulary(logits_RV: Tensor, rows: Sequence[SamplingRow], ids_V: Tensor | None) -> Tensor:
     """Columns by token id, as the rules need them. Tokens without a column have -inf."""
     if ids_V is None:
@@ -374,7 +151,7 @@ def _top_logits(
 ) -> tuple[Tensor, Tensor]:
     """The `count` largest logits after step 3, falling, and their tokens, both [R, K]."""
     if any(row.history.has_logits_rules for row in rows):
-        logits_RV, ids_V = _apply_logits_rules(_scatter_to_vocabulary(logits_RV, rows, ids_V), rows), None
+        logits_RV, ids_V = apply_logits_rules(_scatter_to_vocabulary(logits_RV, rows, ids_V), rows), None
     logits_RK, tokens_RK = logits_RV.float().topk(min(count, logits_RV.shape[-1]))
     return logits_RK, tokens_RK if ids_V is None else ids_V[tokens_RK]
 
@@ -417,7 +194,7 @@ def _draw_on_cpu(x_RV: FloatArray, rows: Sequence[SamplingRow], largest_R: IntAr
     x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
     x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
     _filter(torch.from_numpy(x_RV), rows)
-    keys_R2 = np.array([divmod(_key(row.params.seed, row.position), 2**32) for row in rows], dtype=np.uint32)
+    keys_R2 = np.array([divmod(position_key(row.params.seed, row.position), 2**32) for row in rows], dtype=np.uint32)
     found = (find(x_RV, keys_R2, largest_R, ROUNDING_MARGIN) for find in CANDIDATE_FINDERS)
     rivals_N, bits_N = next(filter(None, found), None) or _candidates(x_RV, keys_R2, largest_R)
     if len(rivals_N) > len(rows):
@@ -438,7 +215,7 @@ def _candidates(x_RV: FloatArray, keys_R2: npt.NDArray[np.uint32], largest_R: In
     another token wins only if its E <= exp(x) * E of that one. Since u <= E, its integer has to be below a limit.
     """
     tops_R = np.arange(len(x_RV)), largest_R
-    bits_RV = _mixed(np.arange(x_RV.shape[1], dtype=np.uint32) ^ keys_R2[:, :1], keys_R2[:, 1:])
+    bits_RV = mix(np.arange(x_RV.shape[1], dtype=np.uint32) ^ keys_R2[:, :1], keys_R2[:, 1:])
     exponentials_R = -np.log1p((bits_RV[tops_R] + 0.5) * -(2.0**-32))
     limits_RV = np.exp(x_RV)
     limits_RV *= (exponentials_R * (ROUNDING_MARGIN * 2.0**32)).astype(np.float32)[:, None]

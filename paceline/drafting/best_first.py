@@ -23,8 +23,8 @@ from torch import Tensor
 
 from paceline.config import STRATEGIES
 from paceline.core.growth import Growth
+from paceline.core.logits_rules import History
 from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
-from paceline.core.sampling import History
 from paceline.core.tree import ROOT, CommitResult, TokenTree
 from paceline.drafting.cached_speculator import CachedRequest, CachedSpeculator, round_robin
 from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts, predict_draws

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import STRATEGIES
-from paceline.core.sampling import History, SamplingRow, top_scores
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.sampling import top_scores
 from paceline.core.tree import TokenTree
 from paceline.drafting.speculator import DraftError, Opening
 from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator

@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
-from paceline.core.sampling import History, SamplingRow
+from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.tree import TokenTree
 from paceline.drafting.draw_prediction import RankedTokens
 

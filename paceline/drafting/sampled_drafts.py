@@ -13,7 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paceline.core.growth import DraftDistribution
-from paceline.core.sampling import NoisePurpose, SamplingRow, noise_key, top_probabilities
+from paceline.core.logits_rules import SamplingRow
+from paceline.core.noise import NoisePurpose, noise_key
+from paceline.core.sampling import top_probabilities
 
 MAX_LISTED_TOKENS = 64
 """Tokens of a distribution."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.core.log_probabilities import log_probs
+from paceline.core.logits_rules import History
 from paceline.core.messages import (
     Delta,
     EngineLoad,
@@ -29,7 +30,7 @@ from paceline.core.messages import (
 )
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
-from paceline.core.sampling import History, is_finite
+from paceline.core.sampling import is_finite
 from paceline.core.strategies import make_verifier
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.speculator import Commit, Context

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from paceline.core.logits_rules import History
 from paceline.core.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, Usage
 from paceline.core.policy.calibration import Calibration
-from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
 from paceline.engine.drafted_request import DraftedRequest
 from paceline.engine.request_times import RequestTimes

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig
+from paceline.core.logits_rules import SamplingRow
 from paceline.core.policy.step_cost import StepCost, nodes_to_verify
-from paceline.core.sampling import SamplingRow
 from paceline.core.strategies import VerificationInput
 from paceline.core.tree import ROOT
 from paceline.engine.request import Request

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.sampling import History, SamplingRow, draw
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.sampling import draw
 from paceline.vllm.extra_arguments import ExtraArguments
 from paceline.vllm.row_description import RowDescription
 

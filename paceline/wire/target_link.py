@@ -46,7 +46,7 @@ class TargetLink:
         """The target takes no new requests and finishes the running ones."""
         self._channel = open_channel(address, tls=tls, peer=TARGET)
         self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
-        self._streams: dict[str, asyncio.Queue[Delta | ReplayElsewhere]] = {}
+        self._queues: dict[str, asyncio.Queue[Delta | ReplayElsewhere]] = {}
         self._outbox = Outbox(pb.SubmitFrame, SUBMIT_FRAME_BYTES)
         self._answered = asyncio.Event()
         """The first frame has come, or the link is lost."""
@@ -90,13 +90,13 @@ class TargetLink:
         `committed`. Raises `WireError` if a value does not fit the contract, `ValueError` if the request id is in use.
         """
         await self._outbox.wait_for_capacity()  # many large requests at once would break the link
-        if request.request_id in self._streams:
+        if request.request_id in self._queues:
             raise ValueError(f"request {request.request_id} already runs on this link")
         self._send(pb.SubmitFrame(submits=[_encode_checked(request)]))
         if self.lost:
             raise TargetLost(f"target {self.address} is lost")
         stream: asyncio.Queue[Delta | ReplayElsewhere] = asyncio.Queue()
-        self._streams[request.request_id] = stream
+        self._queues[request.request_id] = stream
         ended = False
         try:
             while not ended:
@@ -108,11 +108,11 @@ class TargetLink:
         finally:
             if not ended:
                 self.cancel(request.request_id)
-            del self._streams[request.request_id]
+            del self._queues[request.request_id]
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request: its iterator ends with the finish reason CANCELLED."""
-        if request_id in self._streams:
+        if request_id in self._queues:
             self._send(pb.SubmitFrame(cancels=[pb.SubmitFrame.Cancel(request_id=request_id)]))
 
     async def wait_lost(self) -> None:
@@ -157,7 +157,7 @@ class TargetLink:
             log.info("target %s drains", self.address)
             self.draining = True
         for message in frame.deltas:
-            stream = self._streams.get(message.request_id)
+            stream = self._queues.get(message.request_id)
             if stream is None:
                 continue  # just cancelled
             if message.finish_reason == common_pb2.FINISH_REASON_HANDED_OVER:
@@ -173,13 +173,13 @@ class TargetLink:
         self._answered.set()
         self._outbox.close()
         log.log(
-            logging.WARNING if self._streams else logging.INFO,
+            logging.WARNING if self._queues else logging.INFO,
             "link to target %s lost with %d requests open: %s",
             self.address,
-            len(self._streams),
+            len(self._queues),
             reason,
         )
-        for stream in self._streams.values():
+        for stream in self._queues.values():
             stream.put_nowait(kind(f"target {self.address} lost: {reason}"))
 
 

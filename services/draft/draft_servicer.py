@@ -40,7 +40,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._send = send
         self._tracing = tracing
         self._numbers = itertools.count(1)
-        self._links: dict[int, _TargetStream] = {}
+        self._links: dict[int, _TargetLink] = {}
         self._draining = False
 
     @property
@@ -65,7 +65,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise Draining("this draft worker drains")
         number = next(self._numbers)
         spans = DraftSpans(self._tracing, self._worker_id, self._facts) if self._tracing else None
-        link = _TargetStream(number, self._facts, self._send, spans)
+        link = _TargetLink(number, self._facts, self._send, spans)
         self._links[number] = link
         try:
             async with aclosing(serve_bidi_stream(incoming, link.receive, link.outbox)) as frames:
@@ -90,7 +90,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             link.outbox.close(Draining("this draft worker drains"))
 
 
-class _TargetStream:
+class _TargetLink:
     """The stream of one target."""
 
     def __init__(self, number: int, facts: SpeculatorFacts, send: SendToLoop, spans: DraftSpans | None) -> None:

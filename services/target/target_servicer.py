@@ -52,8 +52,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._send = send
         self._spans = TargetSpans(description, tracing)
         self._link_numbers = count(1)
-        self._links: set[_GatewayStream] = set()
-        self._owners: dict[str, _GatewayStream] = {}
+        self._links: set[_GatewayLink] = set()
+        self._owners: dict[str, _GatewayLink] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -68,7 +68,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> AsyncGenerator[pb.DeltaFrame]:
         if self._draining:
             raise Draining("this target drains")
-        link = _GatewayStream(next(self._link_numbers))
+        link = _GatewayLink(next(self._link_numbers))
         self._links.add(link)
         link.put(pb.DeltaFrame(load=encode_load(self.load)))
         try:
@@ -106,7 +106,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def send_deltas(self, deltas: Sequence[Delta], load: EngineLoad) -> None:
         """Send the deltas of one engine step, one frame per link."""
         self.load = load
-        frames: defaultdict[_GatewayStream, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
+        frames: defaultdict[_GatewayLink, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
         for delta in deltas:
             link = self._owners.get(delta.request_id)
             if link is None:
@@ -154,7 +154,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         for link in self._links:
             link.outbox.close()
 
-    def _receive(self, link: _GatewayStream, frame: pb.SubmitFrame) -> None:
+    def _receive(self, link: _GatewayLink, frame: pb.SubmitFrame) -> None:
         for message in frame.submits:
             self._submit(link, message)
         for cancel in frame.cancels:
@@ -162,7 +162,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             if engine_id in link.running:
                 self._send(CancelRequest(engine_id))
 
-    def _submit(self, link: _GatewayStream, message: pb.SubmitFrame.Submit) -> None:
+    def _submit(self, link: _GatewayLink, message: pb.SubmitFrame.Submit) -> None:
         """Submit a request. An invalid one ends with an error in its own delta. Raises `WireError` for an id in use."""
         engine_id = link.engine_id(message.request_id)
         if engine_id in link.running:
@@ -190,7 +190,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             self._idle.set()
 
 
-class _GatewayStream:
+class _GatewayLink:
     """The stream of one gateway."""
 
     def __init__(self, number: int) -> None:

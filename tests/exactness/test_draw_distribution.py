@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.sampling import History, SamplingRow, draw, gumbel
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.noise import gumbel
+from paceline.core.sampling import draw
 from tests.exactness.test_identity import joint
 from tests.exactness.test_sampling import reference_distribution, reference_logits
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.sampling import History, draw
+from paceline.core.logits_rules import History
+from paceline.core.sampling import draw
 from paceline.core.strategies.lossy import LogitComparison, RelaxedThinking, TypicalAcceptance, longest_accepted_path
 from paceline.core.strategies.synthetic import SyntheticAcceptance, conditional_rate
 from paceline.core.strategies.verifier import VerificationInput, Verifier

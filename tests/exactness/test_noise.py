@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import gumbel, noise_bits
+from paceline.core.noise import gumbel, noise_bits
 
 MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
 SIX_SIGMA = 6.0

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.sampling import History, NoisePurpose, SamplingRow, draw, noise_key, probabilities, uniform
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.noise import NoisePurpose, noise_key, uniform
+from paceline.core.sampling import draw, probabilities
 from paceline.core.strategies.block_verification import accept_block
 from paceline.core.strategies.residual import AcceptanceRule, Residual, accept_each, residual_weights
 from paceline.core.strategies.verifier import VerificationInput

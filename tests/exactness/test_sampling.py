@@ -14,16 +14,9 @@ from torch import Tensor
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.log_probabilities import log_probs
-from paceline.core.sampling import (
-    LOWEST_TEMPERATURE,
-    History,
-    SamplingRow,
-    draw,
-    gumbel,
-    noise_bits,
-    scores,
-    top_scores,
-)
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.noise import gumbel, noise_bits
+from paceline.core.sampling import LOWEST_TEMPERATURE, draw, scores, top_scores
 from paceline.model.native.draw_candidates import draw_candidates
 
 VOCABULARY = 24

@@ -112,13 +112,13 @@ def speculator(method: str, width: int) -> Speculator:
 
 
 METHODS = (["draft_model"], ["ngram"], ["suffix"])
-STACKING_RULE = (
+STACKS = (
     ["suffix", "draft_model"],
     ["ngram", "draft_model"],
     ["ngram", "suffix"],
     ["ngram", "draft_model", "suffix"],
 )
-QUICK = (*METHODS, *STACKING_RULE[2:])
+QUICK = (*METHODS, *STACKS[2:])
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -126,7 +126,7 @@ QUICK = (*METHODS, *STACKING_RULE[2:])
     ("methods", "depth", "width"),
     [
         pytest.param(methods, *sizes, marks=() if methods in QUICK and sizes == (5, 3) else pytest.mark.slow)
-        for methods in (*METHODS, *STACKING_RULE)
+        for methods in (*METHODS, *STACKS)
         for sizes in (((1, 1), (4, 1), (5, 3)) if methods in METHODS else ((5, 3),))
     ],
 )

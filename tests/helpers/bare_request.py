@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.config import SamplingParams
+from paceline.core.logits_rules import History
 from paceline.core.messages import GenerationRequest
-from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
 from paceline.engine.request import Request
 

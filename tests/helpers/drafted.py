@@ -11,7 +11,8 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core.growth import Growth
-from paceline.core.sampling import History, SamplingRow, draw
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.sampling import draw
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.speculator import Commit, Limit, Opening, Speculator
 from paceline.model import Model, SlotTable

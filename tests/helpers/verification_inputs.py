@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.config import SamplingParams
 from paceline.core.growth import CERTAIN_TOKEN, DraftDistribution
-from paceline.core.sampling import History, SamplingRow
+from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.strategies.verifier import VerificationInput
 from paceline.core.tree import ROOT, TokenTree
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.sampling import History, SamplingRow, draw
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.sampling import draw
 from paceline.vllm.coupled_draws import NO_TOKEN, CoupledDraws
 
 VOCABULARY = 40

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.sampling import History, SamplingRow, draw
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.sampling import draw
 from paceline.drafting.cached_speculator import PREFILL_ROWS
 from paceline.drafting.speculator import Limit, Opening
 from tests.helpers.checkpoints import save_checkpoint

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.sampling import History, SamplingRow, scores
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.sampling import scores
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import DraftError, Limit
 from paceline.drafting.vocabulary.draft_transcript import LONGEST_TAIL, DraftTranscript

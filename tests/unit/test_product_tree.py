@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from paceline.config import SamplingParams
-from paceline.core.sampling import History, scores
+from paceline.core.logits_rules import History
+from paceline.core.sampling import scores
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.draw_prediction import RankedTokens, predict_draws
 from paceline.drafting.product_tree import draw_rows, grow_product_tree

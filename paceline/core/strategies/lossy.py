@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.growth import CERTAIN_TOKEN, DraftDistribution
-from paceline.core.sampling import History, SamplingRow, draw, probabilities
+from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.sampling import draw, probabilities
 from paceline.core.strategies.verifier import VerificationInput, Verifier, sampling_rows
 from paceline.core.tree import ROOT
 

@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.growth import DraftDistribution
-from paceline.core.sampling import NoisePurpose, SamplingRow, gumbel_choice, noise_key, probabilities, uniform
+from paceline.core.logits_rules import SamplingRow
+from paceline.core.noise import NoisePurpose, gumbel_choice, noise_key, uniform
+from paceline.core.sampling import probabilities
 from paceline.core.strategies.verifier import VerificationInput, Verifier, sampling_rows
 from paceline.core.tree import ROOT
 

@@ -11,7 +11,8 @@ from itertools import islice
 
 from torch import Tensor
 
-from paceline.core.sampling import NoisePurpose, draw, noise_key, uniform
+from paceline.core.noise import NoisePurpose, noise_key, uniform
+from paceline.core.sampling import draw
 from paceline.core.strategies.verifier import VerificationInput, Verifier, sampling_rows
 from paceline.core.tree import ROOT
 

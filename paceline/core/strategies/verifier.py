@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.core.sampling import SamplingRow
+from paceline.core.logits_rules import SamplingRow
 from paceline.core.tree import TokenTree
 
 

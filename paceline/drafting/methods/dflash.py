@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.config import MAX_DEPTH, SpeculativeConfig
-from paceline.core.sampling import History
+from paceline.core.logits_rules import History
 from paceline.core.tree import TokenTree
 from paceline.drafting.draw_prediction import NetworkFacts
 from paceline.drafting.heads.dflash_config import DFlashConfig, configured_layers, tokens_per_pass

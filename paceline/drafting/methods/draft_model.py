@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from paceline.core.logits_rules import History
 from paceline.core.policy.step_cost import RowCost
-from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
 from paceline.drafting.best_first import BestFirstRequest, BestFirstSpeculator, DraftPass
 from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts

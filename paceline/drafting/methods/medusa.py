@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import History
+from paceline.core.logits_rules import History
 from paceline.core.tree import ROOT, CommitResult, TokenTree
 from paceline.drafting.draw_prediction import MAX_ROWS, RankedTokens, predict_draws
 from paceline.drafting.heads.medusa_heads import MedusaHeads, is_medusa, load_medusa

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.core.sampling import History
+from paceline.core.logits_rules import History
 from paceline.core.tree import TokenTree
 from paceline.drafting.draw_prediction import NetworkFacts
 from paceline.drafting.heads.head_config import mask_token

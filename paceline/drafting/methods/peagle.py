@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import History
+from paceline.core.logits_rules import History
 from paceline.core.tree import TokenTree
 from paceline.drafting.heads.head_config import mask_token
 from paceline.drafting.heads.head_network import HeadNetwork, head_facts
