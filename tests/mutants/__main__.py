@@ -28,7 +28,7 @@ from pathlib import Path
 from tests.mutants.table import CHECKOUT, MUTANTS, Mutant
 
 AT_ONCE = 2
-LONGEST_S = 1800
+LONGEST_S = 900
 """A run of tests that takes longer counts as failed: a mutant may go round in circles."""
 PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # exit codes of pytest
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE}
