@@ -17,7 +17,7 @@ COMMON_PARAMETERS = frozenset(
         *("logit_bias", "bad_words", "grammar", "min_tokens", "max_tokens", "seed", "stop_token_ids", "logprobs"),
     )
 )
-"""The parameters of every target, also of one that names none."""
+"""The parameters of every target, also of one that names none. Closed: a parameter that comes later is a feature."""
 VLLM_LACKS = ("grammar_begins_after", "grammar_waits_if", "logprob_token_ids")
 """The features that a target with vLLM as its engine does not have: its grammars begin with the output."""
 

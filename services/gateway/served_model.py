@@ -54,7 +54,7 @@ class ServedModel:
     @property
     def max_model_len(self) -> int | None:
         """Longest prompt plus output, in tokens; None while no target is up."""
-        description = self.fleet.description
+        description = self.fleet.description()
         return None if description is None else description.max_model_len
 
     @property
@@ -64,7 +64,7 @@ class ServedModel:
     @property
     def vocabulary_size(self) -> int:
         """The model's; the tokenizer's, which may be smaller, while no target is up."""
-        description = self.fleet.description
+        description = self.fleet.description()
         return max(len(self.tokenizer.pieces), 0 if description is None else description.vocabulary_size)
 
     def unavailable(self, labels: frozenset[str] = frozenset()) -> UnavailableError | None:
@@ -81,11 +81,13 @@ class ServedModel:
         return None
 
     def description(self, labels: frozenset[str] = frozenset()) -> TargetDescription:
-        """The model as its targets serve it. Raises `UnavailableError` while no request for a target with these labels
-        can be served."""
+        """The model as all targets with these labels serve it.
+
+        Raises `UnavailableError` while no request for a target with these labels can be served.
+        """
         if error := self.unavailable(labels):
             raise error
-        description = self.fleet.description
+        description = self.fleet.description(labels)
         assert description is not None
         return description
 

@@ -34,7 +34,7 @@ from paceline.wire.link_errors import WireError
 from paceline.wire.node_codec import LOG_ODDS, log_probability
 from paceline.wire.tensor_codec import decode_tensor, encode_tensor
 from paceline_services.gateway.grpc.inference_servicer import CONVERTED_FIELDS
-from paceline_services.gateway.openai.bodies import CompletionBody
+from paceline_services.gateway.openai.bodies import SHARED_FIELDS, CompletionBody
 
 VOCABULARY = 1000
 
@@ -259,7 +259,8 @@ def test_grpc_clients_have_the_parameters_of_http_under_the_same_names() -> None
 def test_a_sampling_parameter_that_a_grpc_client_leaves_out_has_its_default() -> None:
     """Not the zero of its type: so it needs presence, or a default that equals this zero."""
     for field in inference_pb2.GenerateRequest.Sampling.DESCRIPTOR.fields:
-        default = CompletionBody.model_fields[field.name].get_default(call_default_factory=True)
+        fields = (SamplingParams if field.name in SHARED_FIELDS else CompletionBody).model_fields
+        default = fields[field.name].get_default(call_default_factory=True)
         assert field.has_presence or not default, field.name
 
 

@@ -47,6 +47,19 @@ async def test_a_request_runs_only_on_targets_with_all_its_labels() -> None:
         assert served(stack) == [3, 1]
 
 
+async def test_the_context_is_that_of_the_targets_with_the_labels() -> None:
+    async with open_stack() as stack:
+        await stack.add_target(counts, labels=["pool=long"], context=200)
+        await stack.add_target(counts, labels=["pool=short"], context=50)
+        for pool, tokens in (("long", 200), ("short", 50)):
+            body = {"prompt": PROMPT, "max_tokens": tokens - len(PROMPT)}
+            headers = {"X-Target-Labels": f"pool={pool}"}
+            assert (await stack.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+            body["max_tokens"] += 1
+            refused = await stack.http.post("/v1/completions", json=body, headers=headers)
+            assert f"{tokens} tokens" in refused.json()["error"]["message"]
+
+
 async def test_a_key_s_labels_bind_its_requests_whatever_they_ask_for(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     write(keys, KeyFile(keys=(ApiKey(name="short", sha256=digest("secret"), target_labels="pool=short"),)))

@@ -267,11 +267,19 @@ class Stack:
         numerics: str = "",
         labels: Sequence[str] = (),
         features: Sequence[str] | None = None,
+        context: int = CONTEXT,
     ) -> RunningTarget:
         """Start a target, and wait until the gateway uses it. `features`: None: those of this build."""
         worker_id = worker_id or f"target-{len(self.targets)}"
         target = await start_target(
-            script, burst, worker_id, model=model, numerics=numerics, labels=labels, features=features
+            script,
+            burst,
+            worker_id,
+            model=model,
+            numerics=numerics,
+            labels=labels,
+            features=features,
+            context=context,
         )
         self._exits.push_async_callback(target.die)
         self.targets.append(target)

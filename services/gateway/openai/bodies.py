@@ -111,7 +111,7 @@ else:  # a body with all of SHARED_FIELDS; None: the client leaves the field out
         "SamplingBody",
         __base__=Body,
         **{
-            name: (parameter.annotation | None, None)
+            name: (parameter.annotation | None, Field(None, description=parameter.description))
             for name, parameter in SamplingParams.model_fields.items()
             if name in SHARED_FIELDS
         },

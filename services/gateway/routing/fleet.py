@@ -70,9 +70,9 @@ class Fleet:
         """Whether a request for a target with these capabilities can be sent now."""
         return bool(self._usable(needed))
 
-    def has_capable_target(self, wanted: frozenset[str]) -> bool:
-        """Whether a target that is up has all these labels and features."""
-        return any(wanted.issubset(target.capabilities) for target in self._up())
+    def has_capable_target(self, needed: frozenset[str]) -> bool:
+        """Whether a target that is up has these capabilities, be it one that takes no requests just now."""
+        return self.description(needed) is not None
 
     @property
     def targets_up(self) -> int:
@@ -93,10 +93,9 @@ class Fleet:
         """Requests of all gateways without a first token, as far as known here."""
         return round(sum(target.waiting for target in self.targets.values()))
 
-    @property
-    def description(self) -> TargetDescription | None:
-        """The description of the target with the shortest context; None if no target is up."""
-        descriptions = [target.link.description for target in self._up()]
+    def description(self, needed: frozenset[str] = frozenset()) -> TargetDescription | None:
+        """Of the targets that are up and have these capabilities, the one with the shortest context; None: of none."""
+        descriptions = [target.link.description for target in self._up() if needed.issubset(target.capabilities)]
         return min(descriptions, key=lambda description: description.max_model_len, default=None)
 
     def breaker_states(self) -> dict[tuple[str, str], int]:
@@ -123,7 +122,7 @@ class Fleet:
         `blocks`: the block hashes of the request's tokens. Preferred, however busy, are first targets other than
         `refused_by`, then those with `numerics`, which are those of the target that drew the request's latest token.
         """
-        usable = self._usable(request.needed_capabilities)  # required; from here on each line only prefers
+        usable = self._usable(request.needed_capabilities)  # required; each line below only prefers, the first most
         usable = {key: target for key, target in usable.items() if target is not refused_by} or usable
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
         session = session_home(list(usable), request.session, request.cache_salt)
