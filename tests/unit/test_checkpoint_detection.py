@@ -109,7 +109,7 @@ class TestConfiguration:
 
     def test_an_unsupported_format_is_named(self, tmp_path: Path) -> None:
         save_head(tmp_path, PLAIN, {"speculators_model_type": "dspark"})
-        with pytest.raises(CheckpointError, match="is a checkpoint for method 'dspark', which is known and not supported"):
+        with pytest.raises(CheckpointError, match="method 'dspark', which is known and not supported"):
             detect_method(SpeculativeConfig(model=str(tmp_path)))
 
     def test_nothing_there(self, tmp_path: Path) -> None:
