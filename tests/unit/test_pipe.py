@@ -95,7 +95,8 @@ async def test_an_error_in_a_handler_is_not_reported_as_the_death_of_the_process
 async def test_a_process_that_hangs_at_its_end_was_not_killed_by_others(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_processes, "EXIT_TIMEOUT_S", 0.1)
+    if hangs:
+        monkeypatch.setattr(model_processes, "EXIT_TIMEOUT_S", 0.1)
     async with model_process(MODULE, "hang" if hangs else "echo") as process:
         await process.ready
         if not hangs:
