@@ -173,8 +173,9 @@ class GrammarState:
     _replayed: int | None = None
     """The size of the output when its grammar was replayed; None: no replay."""
     _current: Matcher | None = None
-    """After the output; None: the output is outside the grammar, or the request has ended, unless `_begun` is False."""
+    """After the output, once `_begun`; None: the output is outside the grammar, or the request has ended."""
     _begun: bool = False
+    """Whether `_current` is known."""
 
     @property
     def ready(self) -> bool:

@@ -138,7 +138,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             self._hand_over()
 
     def _end_links(self, error: BaseException | None) -> None:
-        """The engine has died: of a request, as far as anyone can know, unless somebody killed it with SIGKILL."""
+        """End every link: the engine has died. A request may be the cause, unless another process sent SIGKILL."""
         self._draining = True
         killed_by_others = isinstance(error, ModelProcessDiedError) and error.killed_by_others
         for link in self._links:

@@ -10,7 +10,7 @@
 
 namespace paceline {
 
-// The mixer lowbias32, as in sampling.py, of a number or a vector.
+// The mixer lowbias32, as in noise.py, of a number or a vector.
 template <class W>
 inline W mixed(W x, uint32_t first, uint32_t second) {
     x ^= first;
