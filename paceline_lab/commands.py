@@ -217,7 +217,7 @@ def plan(
     hidden_layers: Annotated[int, typer.Option(min=0, help="Layers that the head reads, in bfloat16; 0: none.")] = 0,
     overhead_ms: Annotated[float, typer.Option(min=0.0, help="Of each step, outside the model.")] = 0.5,
     requests_per_s: Annotated[float, typer.Option(min=0.001, help="Requests that arrive.")] = 5.0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, max=1900, help="Per prompt, in no cache; for 96 of output.")] = 3,
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=16_000, help="Tokens per prompt, in no cache.")] = 3,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 200,
     token_ms: Annotated[float, typer.Option(min=0.01, help="Goal: time per output token.")] = 20.0,
 ) -> None:

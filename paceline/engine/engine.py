@@ -370,23 +370,14 @@ class Engine:
 
     def _commit(self, scheduled: ScheduledRequest, drawn: Sequence[int], logits: Tensor, row: int) -> Delta:
         """`drawn`: accepted tokens and the bonus token. `row`: the root's row in `logits`; its nodes' rows follow."""
-        request, base = scheduled.request, len(scheduled.request.tokens) - 1
+        request = scheduled.request
         tokens, reason = request.truncate_at_end(drawn)
-        error = request.grammar_error(tokens) if reason is FinishReason.ERROR else ""
         # A request may end with an accepted token. With `residual` the last token may be an accepted guess that had no
         # row: it counts as the bonus token.
         accepted = min(len(tokens), len(drawn) - 1)
-        # What reads the tree comes before `tree.commit`, which moves its root.
         path = request.tree.match(tokens)
         self._record_acceptance(scheduled, tokens, path, accepted)
-        from_draft = [request.tree.sources[node] for node in path[:accepted]].count(OWN_DRAFT_SOURCE)
-        trees = [self._verified_tree(scheduled, path[:accepted])] if request.generation_request.return_tree else []
         drawn_at = self._keep_accepted(scheduled, path[: min(accepted, len(tokens) - 1)])
-        request.tokens += tokens
-        request.history.extend(tokens)
-        request.tree.commit(tokens)
-        if request.times.first_token is None:
-            request.times.first_token = self._clock()
         delta = Delta(
             request.id,
             tokens,
@@ -394,18 +385,27 @@ class Engine:
             self._log_probs(request, logits, [row + i for i in drawn_at], tokens),
             reason,
             speculation=request.stats.snapshot() if self.stats_due or reason is not None else None,
-            error=error,
-            trees=trees,
+            error=request.grammar_error(tokens) if reason is FinishReason.ERROR else "",
+            trees=[self._verified_tree(scheduled, path[:accepted])] if request.generation_request.return_tree else [],
         )
-        self._draft_manager.record_accepted(request, from_draft)
-        # Drafts get the last tokens, too: some learn from them for other requests.
-        hidden_states = self._commit_hidden_states(request, base)
-        self._draft_manager.commit(Commit(request.key, base, tokens, accepted, hidden_states))
+        self._commit_at_drafts(request, tokens, path[:accepted])
+        request.commit(tokens, self._clock())  # last: it moves the root of the tree
         if reason is not None:
             self._finish(request, delta)
         elif request.grammar is not None and not request.grammar.ready:
             self._scheduler.recompile(request)
         return delta
+
+    def _commit_at_drafts(self, request: Request, tokens: Sequence[int], accepted: Sequence[int]) -> None:
+        """Send the drafts what a step commits. `accepted`: the nodes of its accepted tokens.
+
+        They get the last tokens of a request, too: some learn from them for other requests.
+        """
+        base = len(request.tokens) - 1
+        from_draft = [request.tree.sources[node] for node in accepted].count(OWN_DRAFT_SOURCE)
+        self._draft_manager.record_accepted(request, from_draft)
+        hidden_states = self._commit_hidden_states(request, base)
+        self._draft_manager.commit(Commit(request.key, base, tokens, len(accepted), hidden_states))
 
     def _record_acceptance(
         self, scheduled: ScheduledRequest, tokens: Sequence[int], path: Sequence[int], accepted: int

@@ -112,6 +112,14 @@ class Request(DraftedRequest):
         """The slots outside shared blocks."""
         return self.slot_table.slots[len(self.shared_blocks) * BLOCK_SIZE :]
 
+    def commit(self, tokens: Sequence[int], now: float) -> None:
+        """`tokens` are final: the last of them becomes the root of the tree."""
+        self.tokens += tokens
+        self.history.extend(tokens)
+        self.tree.commit(tokens)
+        if self.times.first_token is None:
+            self.times.first_token = now
+
     # The end.
 
     def is_stop_token(self, token: int) -> bool:

@@ -23,11 +23,10 @@ EXIT_TIMEOUT_S = 3.0
 class ModelProcessDiedError(Exception):
     """The model process ended unexpectedly."""
 
-    def __init__(self, exit_code: int, *, by_us: bool) -> None:
-        """`by_us`: it failed, did not exit by itself, and was killed for that."""
+    def __init__(self, exit_code: int) -> None:
         super().__init__(f"the model process ended with exit code {exit_code}")
-        self.killed_by_others = exit_code == -signal.SIGKILL and not by_us
-        """By an operator, or by the kernel for lack of memory: a process that fails has other exit codes."""
+        self.killed = exit_code == -signal.SIGKILL
+        """By an operator, or by the kernel for lack of memory: we end a process that hangs with SIGABRT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,7 @@ class ModelProcess:
 
     def abort(self) -> None:
         """End a process that hangs, with SIGABRT: SIGKILL means that others ended it."""
-        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes a signal when it continues
-            self.process.send_signal(number)
+        _abort(self.process)
 
 
 @asynccontextmanager
@@ -145,11 +143,10 @@ async def _wait_for_exit(
     await asyncio.wait((exit_code, connection.lost), return_when=asyncio.FIRST_COMPLETED)
     connection.close()
     await asyncio.wait([exit_code], timeout=EXIT_TIMEOUT_S)
-    hangs = not exit_code.done()
-    if hangs:
-        log.warning("process %d does not exit by itself and is killed", process.pid)
-        _kill(process)
-    error = ModelProcessDiedError(await exit_code, by_us=hangs)
+    if not exit_code.done():
+        log.warning("process %d does not exit by itself and is aborted", process.pid)
+        _abort(process)
+    error = ModelProcessDiedError(await exit_code)
     _fail(ready, connection.lost.exception() or error)
     await connection.lost
     raise error
@@ -159,6 +156,11 @@ def _fail(future: asyncio.Future[object], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()  # or asyncio logs that no caller retrieved it
+
+
+def _abort(process: asyncio.subprocess.Process) -> None:
+    for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes a signal when it continues
+        process.send_signal(number)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -105,7 +105,7 @@ class GatewayMetrics:
         self._rejections = make.counter("rejections", "Requests rejected", [*model, "reason"])
         self.routed = make.counter("routed", "Requests sent to a target, by affinity", [*model, "affinity"])
         self.routed_tokens = make.counter("routed_cached_tokens", "Prompt tokens that the target should hold", model)
-        self.replays = make.counter("replays", "Requests resumed on another target after a loss", model)
+        self.replays = make.counter("replays", "Requests resumed on another target: theirs was lost or drains", model)
         self.replays_other_numerics = make.counter(
             "replays_other_numerics", "Requests with tokens, resumed on a target with other numerics", model
         )
@@ -203,7 +203,7 @@ class RequestMetrics:
         self._metrics.routed_tokens.labels(self._model).inc(cached_tokens)
 
     def replayed(self) -> None:
-        """The target was lost or drains, and the request goes on at another one."""
+        """The target was lost or drains, and the request goes on at another one, which is chosen."""
         self._metrics.replays.labels(self._model).inc()
 
     def replayed_with_other_numerics(self) -> None:

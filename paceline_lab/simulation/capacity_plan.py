@@ -19,7 +19,7 @@ LOADS = (1, 2, 4, 8, 16, 32, 64)
 GUESSES = (1, 2, 4, 8)
 """Draft tokens of a chain, for the formula."""
 TOKENS = 96
-"""Per simulated request."""
+"""Most output tokens of a simulated request; its prompt is as much shorter as its output."""
 LEAST_GAIN = 1.02
 """Smallest speed-up over plain decoding that justifies a draft worker."""
 ENOUGH = 0.95
@@ -93,7 +93,7 @@ class CannotPlanError(Exception):
 
 def plan_capacity(pair: SimulatedPair, demand: PlannedDemand) -> CapacityPlan:
     """Size the pool. Raises `CannotPlanError`."""
-    loads = [load(pair, requests, demand.prompt_tokens) for requests in LOADS]
+    loads = [load(pair, requests, demand) for requests in LOADS]
     within = [each for each in loads if each.token_ms <= demand.token_ms]
     if not within:
         raise CannotPlanError(
@@ -110,7 +110,7 @@ def plan_capacity(pair: SimulatedPair, demand: PlannedDemand) -> CapacityPlan:
         loads=loads,
         pays_up_to=max((each.requests for each in loads if each.streamed >= LEAST_GAIN * each.plain), default=0),
         target_workers=targets,
-        draft_workers=targets * drafts_for(pair, near.requests, demand.prompt_tokens) if pays else 0,
+        draft_workers=targets * drafts_for(pair, near.requests, demand) if pays else 0,
         at_once=at_once,
         token_ms=1e3 * at_once * targets / demanded,
     )
@@ -126,20 +126,24 @@ def formula(pair: SimulatedPair, guesses: int) -> ClosedFormSpeedup:
     return ClosedFormSpeedup(guesses, accepted, tokens * plain / (verified + drafted), tokens * plain / verified)
 
 
-def load(pair: SimulatedPair, requests: int, prompt_tokens: int) -> LoadPoint:
+def load(pair: SimulatedPair, requests: int, demand: PlannedDemand) -> LoadPoint:
     """Simulate `requests` requests at once, plainly and streamed."""
-    streamed = serve(pair, requests, prompt_tokens)
+    streamed = serve(pair, requests, demand)
     return LoadPoint(
         requests,
-        serve(replace(pair, draft=None), requests, prompt_tokens).tokens_per_s,
+        serve(replace(pair, draft=None), requests, demand).tokens_per_s,
         streamed.tokens_per_s,
         8e-6 * streamed.wire_bytes / streamed.seconds,
     )
 
 
-def serve(pair: SimulatedPair, requests: int, prompt_tokens: int) -> SimulationResult:
-    """One target for `requests` requests together."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+def serve(pair: SimulatedPair, requests: int, demand: PlannedDemand) -> SimulationResult:
+    """One target for `requests` requests together, with slots for all of them."""
+    tokens = min(TOKENS, demand.output_tokens)
+    prompt_tokens = math.ceil(demand.prompt_tokens * tokens / demand.output_tokens)
+    slots = requests * (prompt_tokens + tokens + 1 + pair.speculation.max_tree_nodes)
+    pair = replace(pair, engine=pair.engine.model_copy(update={"slots": slots}))
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
     prompts = ([number + 1, *[2] * (prompt_tokens - 1)] for number in range(requests))
     return simulate(pair, [(0.0, GenerationRequest(f"r{prompt[0]}", prompt, sampling)) for prompt in prompts])
 
@@ -154,12 +158,12 @@ def requests_at(loads: Sequence[LoadPoint], tokens_per_s: float) -> float:
     return requests
 
 
-def drafts_for(pair: SimulatedPair, requests: int, prompt_tokens: int) -> int:
+def drafts_for(pair: SimulatedPair, requests: int, demand: PlannedDemand) -> int:
     """Number of draft workers for one target with `requests` requests: twice as many would hardly add speed."""
     drafts = 1
-    here = serve(pair, requests, prompt_tokens).tokens_per_s
+    here = serve(pair, requests, demand).tokens_per_s
     while drafts < requests:
-        more = serve(replace(pair, drafts=2 * drafts), requests, prompt_tokens).tokens_per_s
+        more = serve(replace(pair, drafts=2 * drafts), requests, demand).tokens_per_s
         if here >= ENOUGH * more:
             break
         drafts, here = 2 * drafts, more

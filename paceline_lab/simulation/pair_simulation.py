@@ -24,6 +24,7 @@ from paceline.engine.draft_client import DraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
+from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import MessageDispatcher
 from paceline.model import ModelOutput
 from paceline.model.rows import Row
@@ -136,8 +137,10 @@ class _UnsentStates:
             self._set_limit(limit.request_id, limit.max_nodes)
         for close in frame.closes:
             self._positions.pop(close.request_id, None)
-        due = {key: unsent for key, unsent in self._positions.items() if key not in self._paused}
-        self._positions.update(dict.fromkeys(due, 0))
+        due = {key: min(unsent, MAX_HIDDEN_STATES_SENT) for key, unsent in self._positions.items()}
+        due = {key: positions for key, positions in due.items() if key not in self._paused}
+        for key, positions in due.items():
+            self._positions[key] -= positions
         return sum(due.values())
 
     def _set_limit(self, request_id: int, nodes: int) -> None:

@@ -71,6 +71,7 @@ class FailoverRequest:
         self._refused_by: TargetConnection | None = None
         self._losses = 0  # since the latest token
         self._engine_deaths = 0  # those of them that are the engine's
+        self._replays = False  # the next target goes on where another one was lost or drained
         self._cancelled = False
         self._submitted_id = f"{request.request_id}.{request.attempt}" if request.attempt else request.request_id
         """The request's id at targets: another gateway's attempt may not have ended there."""
@@ -85,40 +86,20 @@ class FailoverRequest:
         Raises an `ApiError` if the request cannot be served. Closing the generator cancels the request at its target.
         """
         while True:
-            request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
-            # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
-            blocks = block_hashes(request.tokens, salt=request.cache_salt) if self._scored_prompt.complete else ()
             try:
-                with self._tracing.start("wait_for_target", request.trace_parent):
-                    target = await self._next_target(request, blocks)
-                with self._attempt(target, request) as span:
-                    async with aclosing(self._run_on(target, request, blocks, span)) as deltas:
-                        async for delta in deltas:
-                            yield delta
+                async with aclosing(self._from_next_target()) as deltas:
+                    async for delta in deltas:
+                        yield delta
                 return
             except WireError as error:
                 raise InvalidRequestError(str(error)) from error
             except TargetRefusedError as error:
                 if not self._note_refusal():
                     raise GenerationError(str(error)) from error
-                continue
             except ReplayElsewhere as error:
-                if isinstance(error, TargetLost):
-                    self._losses += 1
-                if isinstance(error, TargetEngineDied):
-                    self._engine_deaths += 1
-                log.warning("request %s moves to another target: %s", request.request_id, error)
-            if self._engine_deaths > MAX_ENGINE_DEATHS:
-                raise GenerationError(
-                    f"{self._engine_deaths} engines died while they served this request: it may be why",
-                    code="engines_died",
-                    headers={"x-should-retry": "false"},  # OpenAI's clients retry after a 500
-                )
-            if self._cancelled:
-                return
-            if self._losses > MAX_TARGET_LOSSES:
-                raise GenerationError(f"{self._losses} targets were lost while they served this request")
-            self._metrics.replayed()
+                if self._cancelled:
+                    return
+                self._note_loss(error)
 
     def finish_early(self) -> None:
         """End the request, successfully, at a stop string. Its last delta still follows, with its statistics."""
@@ -127,6 +108,18 @@ class FailoverRequest:
             self._in_flight.succeed()
         if self._target is not None:
             self._target.link.cancel(self._submitted_id)
+
+    async def _from_next_target(self) -> AsyncGenerator[Delta]:
+        """The deltas of the next target, which starts after the committed tokens."""
+        request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
+        # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
+        blocks = block_hashes(request.tokens, salt=request.cache_salt) if self._scored_prompt.complete else ()
+        with self._tracing.start("wait_for_target", request.trace_parent):
+            target = await self._next_target(request, blocks)
+        with self._attempt(target, request) as span:
+            async with aclosing(self._run_on(target, request, blocks, span)) as deltas:
+                async for delta in deltas:
+                    yield delta
 
     def _attempt(self, target: TargetConnection, request: GenerationRequest) -> TraceSpan:
         """The span of the request at one target."""
@@ -151,6 +144,9 @@ class FailoverRequest:
             if not await self._fleet.wait_for_target(self._resume_s, request.needed_capabilities):
                 raise UnavailableError(f"the target is gone, and no other came within {self._resume_s:g} s")
         target, candidate = chosen
+        if self._replays:
+            self._metrics.replayed()
+            self._replays = False
         self._metrics.routed(candidate.cached, session=candidate.has_session)
         if self._numerics not in (None, target.numerics):
             log.warning(
@@ -170,10 +166,25 @@ class FailoverRequest:
         first, self._refused_by = self._refused_by, self._target
         return first is None and self._fleet.has_other_than(self._target, self._request.needed_capabilities)
 
+    def _note_loss(self, error: ReplayElsewhere) -> None:
+        """The target was lost, or it hands the request over. Raises `GenerationError` if too many were lost."""
+        self._losses += isinstance(error, TargetLost)
+        self._engine_deaths += isinstance(error, TargetEngineDied)
+        if self._engine_deaths > MAX_ENGINE_DEATHS:
+            raise GenerationError(
+                f"{self._engine_deaths} engines died while they served this request: it may be why",
+                code="engines_died",
+                headers={"x-should-retry": "false"},  # OpenAI's clients retry after a 500
+            )
+        if self._losses > MAX_TARGET_LOSSES:
+            raise GenerationError(f"{self._losses} targets were lost while they served this request")
+        log.warning("request %s moves to another target: %s", self._request.request_id, error)
+        self._replays = True
+
     async def _run_on(
         self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int], span: TraceSpan
     ) -> AsyncGenerator[Delta]:
-        """The request's deltas from one target, which starts after the committed tokens."""
+        """Submit the request to a target and yield its deltas."""
         greedy = request.sampling.greedy
         drafts = self._fleet.drafts.order(greedy=greedy) if request.speculative.enabled is not False else []
         request = replace(

@@ -140,9 +140,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def _end_links(self, error: BaseException | None) -> None:
         """End every link: the engine has died. A request may be the cause, unless another process sent SIGKILL."""
         self._draining = True
-        killed_by_others = isinstance(error, ModelProcessDiedError) and error.killed_by_others
+        killed = isinstance(error, ModelProcessDiedError) and error.killed
         for link in self._links:
-            link.outbox.close(None if killed_by_others else EngineDeadError("the engine has died"))
+            link.outbox.close(None if killed else EngineDeadError("the engine has died"))
 
     def _hand_over(self) -> None:
         if self._owners:

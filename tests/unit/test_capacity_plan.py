@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from paceline.core.messages import GenerationRequest
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation import capacity_plan as planning
 from paceline_lab.simulation.capacity_plan import CannotPlanError, LoadPoint, PlannedDemand, plan_capacity, requests_at
-from paceline_lab.simulation.pair_simulation import SimulatedPair
+from paceline_lab.simulation.pair_simulation import SimulatedPair, SimulationResult
 
 LOADS = [LoadPoint(1, 100.0, 300.0), LoadPoint(4, 400.0, 800.0), LoadPoint(16, 1600.0, 1200.0)]
 SLOW = TimedModelConfig(step_ms=10, knee_rows=16)
@@ -35,9 +38,7 @@ def test_targets_are_as_many_as_the_goal_needs(
     monkeypatch: pytest.MonkeyPatch, requests_per_s: float, workers: int
 ) -> None:
     """Within 6 ms per token a target of LOADS gives 800 tokens per second; each request takes 100 ms of that."""
-    monkeypatch.setattr(
-        planning, "load", lambda _, requests, prompt_tokens: next(x for x in LOADS if x.requests == requests)
-    )
+    monkeypatch.setattr(planning, "load", lambda _, requests, demand: next(x for x in LOADS if x.requests == requests))
     planned = plan_capacity(pair(), PlannedDemand(requests_per_s, output_tokens=80, token_ms=6))
     assert planned.target_workers == workers
     assert planned.token_ms <= 6
@@ -69,8 +70,29 @@ def test_a_useless_draft_is_left_out() -> None:
 
 def test_a_draft_slowed_by_many_rows_needs_more_workers() -> None:
     slow = SimulatedPair(SLOW, TimedModelConfig(step_ms=3, knee_rows=8, agreement=0.8))
-    assert planning.drafts_for(pair(), 4, 3) == 1
-    assert planning.drafts_for(slow, 4, 3) > 1
+    demand = PlannedDemand(1, 64, 100)
+    assert planning.drafts_for(pair(), 4, demand) == 1
+    assert planning.drafts_for(slow, 4, demand) > 1
+
+
+def test_a_simulated_request_has_the_demand_s_share_of_prompt_and_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: list[tuple[int, list[tuple[int, int]]]] = []
+
+    def record(pair: SimulatedPair, requests: Sequence[tuple[float, GenerationRequest]]) -> SimulationResult:
+        sizes = [(len(each.prompt), each.sampling.max_tokens) for _, each in requests]
+        simulated.append((pair.engine.slot_count, sizes))
+        return SimulationResult()
+
+    monkeypatch.setattr(planning, "simulate", record)
+    planning.serve(pair(), 4, PlannedDemand(1, 640, 100, prompt_tokens=16_000))
+    [(slots, sizes)] = simulated
+    assert sizes == [(1600, 64)] * 4
+    assert slots >= sum(map(sum, sizes))  # none waits for another one's
+
+
+def test_an_output_of_few_tokens_is_simulated_as_it_is() -> None:
+    [tokens] = planning.serve(pair(), 1, PlannedDemand(1, 5, 100)).tokens.values()
+    assert len(tokens) == 5
 
 
 def test_an_impossible_demand_is_an_error() -> None:
