@@ -26,7 +26,7 @@ class RedisAvailability:
         return self._lost_at is not None
 
     async def attempt(self, operation: Awaitable[object]) -> bool:
-        """Await an operation on the store. Returns False if Redis did not answer: the operation must be repeated."""
+        """Await an operation that asks Redis something. Returns False if it did not answer: repeat the operation."""
         try:
             await operation
         except StateUnavailableError as error:

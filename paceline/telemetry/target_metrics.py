@@ -78,7 +78,7 @@ class TargetMetrics:
             "From a frame to its response, without the draft's own time",
             ROUND_TRIP_SECONDS,
         )
-        self._received = make.counter("growth_nodes_received", "Nodes that drafts sent")
+        self._received = make.counter("growth_nodes_received", "Nodes that drafts and lookups guessed")
         self._grafted = make.counter("growth_nodes_grafted", "Nodes that joined a tree")
         self._dropped = make.counter("growth_nodes_dropped", "Nodes that were late, duplicate or too many")
 

@@ -179,4 +179,6 @@ def _message(detail: ErrorDetails, param: str | None) -> str:
         case "missing":
             return f"missing parameter: {param}"
     message = error_message(detail)
-    return f"{param}: {message[0].lower()}{message[1:]}" if param else message
+    if message[1:2].islower():  # not "EOF ..."
+        message = message[0].lower() + message[1:]
+    return f"{param}: {message}" if param else message

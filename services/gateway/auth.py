@@ -70,18 +70,22 @@ class ApiClient:
         self._buckets = {kind: RateLimitBucket(limit, clock) for kind, limit in named if limit is not None}
 
     @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Count one request while it is served. Raises `RateLimitError` if it exceeds a limit."""
-        self._check()
+    def admit(self, *, generates: bool = True, resumes: bool = False) -> Iterator[None]:
+        """Count one request while it is served. Raises `RateLimitError` if it exceeds a limit.
+
+        `generates`: otherwise only the number of requests is limited. `resumes`: it replaces a stream that may not have
+        ended yet, so it may be one more than run at once.
+        """
+        self._check(generates=generates, resumes=resumes)
         if "requests" in self._buckets:
             self._buckets["requests"].take(1)
         if self._metrics is not None and self.key is not None:
             self._metrics.requests.labels(self.name).inc()
-        self._running += 1
+        self._running += generates
         try:
             yield
         finally:
-            self._running -= 1
+            self._running -= generates
 
     def count_tokens(self, tokens: int, kind: str) -> None:
         """`kind`: prompt or output."""
@@ -110,12 +114,12 @@ class ApiClient:
             headers[f"x-ratelimit-reset-{kind}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
         return headers
 
-    def _check(self) -> None:
+    def _check(self, *, generates: bool, resumes: bool) -> None:
         limit = self.key.max_concurrent if self.key else None
-        if limit is not None and self._running >= limit:
+        if generates and limit is not None and self._running >= limit + resumes:
             raise self._refusal("concurrent", f"{self._running} requests run, the limit of this key is {limit}", 1.0)
         for kind, bucket in self._buckets.items():
-            if wait_s := bucket.seconds_until(1.0):
+            if (generates or kind == "requests") and (wait_s := bucket.seconds_until(1.0)):
                 message = f"the limit of this key is {bucket.per_minute} {kind} per minute"
                 raise self._refusal(kind, message, wait_s)
 

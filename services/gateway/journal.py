@@ -234,6 +234,8 @@ class Journal:
                     for each in batch:
                         self.now = each.when
                         yield each.completion, each.delta
+                        if not each.new:
+                            await _let_others_run()
         except (RetryLaterError, StreamLeftError):
             raise
         except ApiError as error:
@@ -275,10 +277,13 @@ class Journal:
                     restore_text(processors[index], delta)
                     running -= delta.finish_reason is not None
                     yield index, delta
+                    await _let_others_run()
                 elif "error" in entry:
                     raise _restored_error(entry["error"])
             if not wait:
                 return
+            if running and model.capacity.closing:
+                raise UnavailableError("the gateway is closing", reason="closing")
             await asyncio.sleep(FOLLOW_S if running else 0)
 
     async def lease(self, seconds: float) -> bool:
@@ -427,6 +432,11 @@ async def gathered(items: AsyncGenerator[T]) -> AsyncGenerator[list[T]]:
         await asyncio.wait([collecting])
 
 
+async def _let_others_run() -> None:
+    """Between deltas that are all there: the server may have to notice that the client has left."""
+    await asyncio.sleep(0)
+
+
 def _digest(requests: Sequence[GenerationRequest]) -> str:
     """Of prompts and parameters. Defaults are left out, so a build that knows one parameter more finds the same."""
     digest = blake2b(digest_size=16)
@@ -449,5 +459,5 @@ def _restored_error(fields: Json) -> ApiError:
 
 def _unavailable() -> UnavailableError:
     return UnavailableError(
-        "streams are resumed from Redis, which does not answer now; try again soon", code="resumption_unavailable"
+        "this stream is kept in Redis, which does not answer now; try again soon", code="resumption_unavailable"
     )

@@ -10,6 +10,7 @@ from paceline_services.gateway.api_errors import (
     InvalidRequestError,
     OverloadedError,
     RetryLaterError,
+    UnavailableError,
     UnknownModelError,
 )
 from paceline_services.gateway.served_model import ServedModel
@@ -52,6 +53,11 @@ class ModelDirectory:
         """End a client's running requests: see `RunningRequests.abort`. Returns whether there was one."""
         found = [model.running.abort(client, id_) for model in self]
         return any(found)
+
+    def abort_all(self) -> None:
+        """The gateway stops: end all requests that run. Their clients may send them, or the last event id, again."""
+        for model in self:
+            model.running.abort_all(UnavailableError("the gateway is closing", reason="closing"))
 
     def check_capacity(self) -> None:
         """Check, before a request is read, whether any model admits one more. Raises `OverloadedError` if none does."""

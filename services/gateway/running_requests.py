@@ -20,22 +20,25 @@ class RunningRequest:
 
     def __init__(self) -> None:
         self.aborted = False
+        self._error: Exception | None = None
         self._waiting: asyncio.Task[Any] | None = None
 
-    def abort(self) -> None:
-        """End the request now, whatever its target does."""
+    def abort(self, error: Exception | None = None) -> None:
+        """End the request now, whatever its target does; with this error if one is given."""
         if self.aborted:
             return
-        self.aborted = True
+        self.aborted, self._error = True, error
         if self._waiting is not None:
             self._waiting.cancel()
 
     async def next(self, items: AsyncIterator[T]) -> T | None:
         """The next item; None: there is none, or the request is aborted. `abort` cancels the wait for the item.
 
-        Only this wait is cancelled, never what the task does with an item, such as sending it to the client.
+        Only this wait is cancelled, never what the task does with an item, such as sending it to the client. Raises
+        the error of `abort`.
         """
         if self.aborted:
+            self._raise_error()
             return None
         task = self._waiting = asyncio.current_task()
         assert task is not None
@@ -46,9 +49,14 @@ class RunningRequest:
         except asyncio.CancelledError:
             if not self.aborted or task.uncancel() > 0:  # something else has cancelled the task, too
                 raise
+            self._raise_error()
             return None
         finally:
             self._waiting = None
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class RunningRequests:
@@ -79,3 +87,8 @@ class RunningRequests:
         for request in requests or ():
             request.abort()
         return bool(requests)
+
+    def abort_all(self, error: Exception) -> None:
+        """End all requests with this error."""
+        for request in {request for requests in self._by_id.values() for request in requests}:
+            request.abort(error)

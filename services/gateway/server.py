@@ -52,6 +52,9 @@ KEEP_ALIVE_S = 75
 """Longer than the 5 to 60 seconds after which clients and load balancers close an idle connection: a request that
 arrives on a connection as the gateway closes it is lost."""
 
+FLUSH_S = 1
+"""For the last bytes of responses, when the gateway stops."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
@@ -138,7 +141,7 @@ async def running(
         journals = Journals(store, enabled=settings.records.resumable_s > 0)
         history = ResponseHistory(store, enabled=settings.records.response_s > 0)
         responses = ResponseRequests(models, history, journals)
-        background = await stack.enter_async_context(BackgroundResponses(responses, authenticator.client_named))
+        background = BackgroundResponses(responses, authenticator.client_named)
         app = create_app(
             registry,
             authenticator,
@@ -152,10 +155,11 @@ async def running(
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)
-        async with store.registration(record, lambda: _load(models)):
+        async with store.registration(record, lambda: _load(models)), background:
             yield models, addresses
         await grpc_server.drain()
         await models.capacity.drain(settings.drain_s)
+        models.abort_all()
 
 
 async def _open_models(
@@ -226,7 +230,7 @@ async def _http_server(app: ASGIApp, listener: socket.socket, tls: Certificates 
         log_config=None,
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=FLUSH_S,
     )
     server = _HttpServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
@@ -247,7 +251,7 @@ async def _grpc_server(
         await server.start()
         yield server
     finally:
-        await server.stop()
+        await server.stop(FLUSH_S)
 
 
 def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,8 +97,30 @@ async def test_the_stream_of_a_running_response_is_followed_from_any_event_on() 
         assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == TEXT
         for number in range(len(events)):
             assert await followed(second, response.id, number) == events[number + 1 :]
+        request_id = response.id.removeprefix("resp_")
+        url = f"{RESPONSES}/{response.id}?stream=true&starting_after=0"
+        resumed = await second.http.get(url, headers={"last-event-id": f"{request_id}:3"})
+        assert re.findall(r"^id: .*:(\d+)$", resumed.text, re.MULTILINE) == [str(n + 1) for n in range(3, len(events))]
+        stranger = await second.http.get(url, headers={"last-event-id": f"{'0' * 32}:3"})
+        assert (stranger.status_code, stranger.json()["error"]["code"]) == (404, "stream_not_found")
         assert (await first.http.get(f"{RESPONSES}/{response.id}")).json() == events[-1]["response"]
         assert len(first.decoder.requests) == 1
+
+
+async def test_only_a_response_that_has_ended_is_deleted() -> None:
+    """A past bug: a running one was not found, and then stored after all."""
+    async with open_pair() as (first, second):
+        first.decoder.gate.clear()
+        response = await begin(first)
+        for each in (first, second):
+            with pytest.raises(openai.ConflictError, match="cancel it first"):
+                await each.client.responses.delete(response.id)
+        first.decoder.gate.set()
+        await ended(second, response.id)
+        await second.client.responses.delete(response.id)
+        for each in (first, second):
+            with pytest.raises(openai.NotFoundError):
+                await each.client.responses.retrieve(response.id)
 
 
 async def test_a_stream_begun_with_the_response_is_resumed_by_its_ids() -> None:
@@ -130,9 +153,10 @@ async def test_a_response_is_cancelled_at_another_gateway(deltas: int) -> None:
 
 
 async def test_a_gateway_that_stops_leaves_its_responses_to_others() -> None:
+    """At once: it does not wait for them, as it does for other requests."""
     with EmbeddedRedis() as redis:
         async with open_stack(text_script(TEXT), redis_url=redis.url, burst=1) as first:
-            async with another_gateway(first, redis.url, drain_s=0.1) as second:
+            async with asyncio.timeout(20.0), another_gateway(first, redis.url, drain_s=60.0) as second:
                 first.decoder.hold_after = 3
                 response = await begin(second)
                 await until(lambda: not first.decoder.gate.is_set())
@@ -163,6 +187,9 @@ async def test_a_failed_response_says_so_as_long_as_its_stream_is_kept() -> None
         done = await ended(stack, response.id)
         assert (done.status, done.error.message) == ("failed", "out of slots")
         assert (await followed(stack, response.id))[-1]["type"] == "response.failed"
+        await stack.client.responses.delete(response.id)
+        with pytest.raises(openai.NotFoundError):
+            await stack.client.responses.delete(response.id)
 
 
 async def test_what_the_background_takes(tmp_path: Path) -> None:

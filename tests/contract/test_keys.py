@@ -229,6 +229,40 @@ async def test_requests_at_once(stack: Stack, keys: Keys) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_a_client_at_its_limit_ends_reads_and_resumes_what_it_runs(stack: Stack, keys: Keys) -> None:
+    """But it begins no further request, and resumes one at a time."""
+    keys.add("frank", max_concurrent=1, tokens_per_minute=1)
+    stack.decoder.hold_after = 2
+    body = {"prompt": "x", "stream": True}
+    async with stack.http.stream("POST", "/v1/completions", json=body, headers=keys["frank"]) as answer:
+        lines = answer.aiter_lines()
+        event_id = (await anext(lines)).removeprefix("id: ")
+        again = {**keys["frank"], "last-event-id": event_id}
+        for method, path, status in (
+            ("POST", "/v1/completions", 429),
+            ("GET", "/v1/models", 200),
+            ("GET", "/v1/responses/resp_x", 404),
+            ("POST", "/v1/responses/resp_x/cancel", 404),
+        ):
+            answered = await stack.http.request(method, path, json={"prompt": "x"}, headers=keys["frank"])
+            assert answered.status_code == status, path
+        async with stack.http.stream("POST", "/v1/completions", headers=again) as resumed:
+            assert resumed.status_code == 429  # its tokens are used up
+        ids = [event_id.partition(":")[0]]
+        aborted = await stack.http.post("/abort_requests", json={"request_ids": ids}, headers=keys["frank"])
+        assert aborted.json() == {"aborted": ids}
+    stack.decoder.gate.set()
+
+
+def test_a_resumption_may_be_one_more() -> None:
+    """The connection that it replaces may still count."""
+    client = ApiClient(entry(max_concurrent=1))
+    with client.admit(), client.admit(generates=False), client.admit(resumes=True):
+        for again in ({}, {"resumes": True}):
+            with pytest.raises(RateLimitError), client.admit(**again):
+                pass
+
+
 def test_any_end_of_a_request_frees_its_place() -> None:
     client = ApiClient(entry(max_concurrent=1))
     for error in (ValueError, GeneratorExit):

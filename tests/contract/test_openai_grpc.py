@@ -287,6 +287,17 @@ async def test_a_call_is_aborted_by_its_id() -> None:
         await stack.idle()
 
 
+async def test_a_call_that_its_client_cancels_is_counted() -> None:
+    async with open_stack(counts, burst=1) as stack, stack.inference() as stub:
+        stack.decoder.gate.clear()
+        call = stub.Generate(Request(text="x"))
+        await until(lambda: stack.decoder.requests)
+        call.cancel()
+        await stack.decoder.cancelled.get()
+        await stack.idle()
+        assert 'paceline_requests_total{endpoint="Generate",status="CANCELLED"} 1.0' in await stack.metrics()
+
+
 async def test_models_and_health(stack: Stack, stub: Any) -> None:
     listed = await stub.ListModels(inference_pb2.ListModelsRequest())
     assert [(model.id, model.max_model_len) for model in listed.models] == [(MODEL, 128)]

@@ -241,7 +241,7 @@ async def test_stored_responses_are_read_and_deleted(stack: Stack) -> None:
     with pytest.raises(openai.NotFoundError):
         await stack.client.responses.delete(response.id)
     unstored = await create(stack, store=False)
-    with pytest.raises(openai.NotFoundError, match="it was not stored"):
+    with pytest.raises(openai.NotFoundError, match="or is not stored"):
         await create(stack, previous_response_id=unstored.id)
 
 

@@ -8,8 +8,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from starlette.types import Message
 
 from loadtests.chaos.chaos_cases import opened
 from loadtests.received_stream import ReceivedStream
@@ -33,6 +34,10 @@ from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway import journal
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.auth import ANONYMOUS
+from paceline_services.gateway.http.event_stream import EventStream
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
+from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.server import GatewaySettings, running
 from tests.helpers.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, another_gateway, counts, open_stack
@@ -310,6 +315,59 @@ async def test_an_aborted_stream_stays_aborted(pair: Pair) -> None:
         await pair.first.idle()
     rest = await stream(pair.second, path, None, id_of(events[-1]))
     assert '"finish_reason":"abort"' in rest[0]
+
+
+async def test_a_stream_that_is_repeated_notices_that_its_client_has_left(pair: Pair) -> None:
+    """A past bug: every event was written to the lost connection."""
+    path, body = BODIES["completions"]
+    await stream(pair.first, path, body | {"max_tokens": 200})
+    [request] = pair.first.decoder.requests[-1:]
+    found = await Journals(pair.second.store, enabled=True).find("", request.group)
+    assert found is not None
+    sent = 0
+
+    async def send(message: Message) -> None:
+        nonlocal sent
+        sent += 1
+
+    async def receive() -> Message:
+        while sent < 3:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def events() -> AsyncGenerator[ServerSentEvent]:
+        output = found.deltas(pair.second.model, [replace(request, attempt="")], ANONYMOUS, streamed=True)
+        async with aclosing(output) as deltas:
+            async for _ in deltas:
+                yield ServerSentEvent("x")
+
+    await EventStream(events())({"type": "http", "path": path}, receive, send)
+    assert 3 <= sent < 20
+
+
+async def test_a_stream_that_outlasts_its_gateway_s_drain_ends_with_an_error_and_goes_on_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A past bug: the connection was cut, and the log had a traceback."""
+    path, body = COMPLETIONS, {"prompt": "x", "max_tokens": 9, "seed": 1}
+    with EmbeddedRedis() as redis:
+        async with open_stack(script, redis_url=redis.url, burst=2) as first:
+            expected = comparable(await stream(first, path, body))
+            async with another_gateway(first, redis.url, drain_s=0.1) as second:
+                first.decoder.hold_after = 2
+                url = f"http://{second.addresses.http}{path}"
+                reading = asyncio.create_task(first.http.post(url, json=body | {"stream": True}))
+                whole = asyncio.create_task(first.http.post(url, json=body))
+                await until(lambda: not first.decoder.gate.is_set() and len(first.decoder.requests) == 3)
+                await second.all_received()
+            first.decoder.hold_after = None
+            first.decoder.gate.set()
+            *events, error, done = events_in((await reading).text)
+            assert ('"type":"service_unavailable"' in error, done) == (True, "data: [DONE]\n\n")
+            assert (await whole).status_code == 503
+            rest = await stream(first, path, None, id_of(events[-1]))
+            assert comparable([*events, *rest]) == expected
+    assert "Exception in ASGI application" not in caplog.text
 
 
 async def test_what_cannot_be_resumed(pair: Pair) -> None:

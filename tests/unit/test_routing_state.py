@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from paceline.config import SamplingParams
 from paceline.core.messages import EngineLoad, GenerationRequest, SpeculationStats
+from paceline.state import open_store
 from paceline.state.acceptance import AcceptanceCounts
+from paceline.state.state_errors import StateUnavailableError
 from paceline.state.worker_registry import RegisteredWorker, WorkerRecord
 from paceline_services.gateway.routing.circuit_breaker import (
     FAILURES,
@@ -26,7 +28,7 @@ from paceline_services.gateway.routing.cost_model import (
     MAX_RETRY_AFTER_S,
     RequestCostModel,
 )
-from paceline_services.gateway.routing.draft_workers import MIN_VERIFICATIONS, DraftWorkers
+from paceline_services.gateway.routing.draft_workers import MIN_VERIFICATIONS, DraftAcceptanceRefresh, DraftWorkers
 from paceline_services.gateway.routing.prefix_index import BLOCK, PrefixIndex, block_hashes
 from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection
 from paceline_services.gateway.routing.target_load import DELTA_PRECEDENCE_S, LOAD_TTL_S, TargetLoad
@@ -312,3 +314,15 @@ def test_a_draft_that_targets_pass_over_has_failed() -> None:
     for _ in range(FAILURES):
         pool.record_request(["one:1", "two:1", "lookup:1"], stats("two"), greedy=True)
     assert states(pool) == [BreakerState.OPEN, BreakerState.CLOSED, BreakerState.CLOSED]
+
+
+async def test_a_refresh_without_drafts_does_not_take_redis_for_back() -> None:
+    """A past bug: the log said so every two seconds."""
+
+    async def lost() -> None:
+        raise StateUnavailableError("away")
+
+    async with open_store(None) as store:
+        await store.presence.attempt(lost())
+        await DraftAcceptanceRefresh(DraftWorkers(), "m", store).run_once()
+        assert store.presence.unavailable

@@ -124,6 +124,9 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if isinstance(error, ClientNotReadingError):
                 await error.writing  # gRPC can send no status before it ends
             raise
+        except asyncio.CancelledError:  # by the client, or after its deadline: gRPC does not say which
+            self._metrics.count_response("Generate", grpc.StatusCode.CANCELLED.name)
+            raise
         except Exception:
             self._metrics.count_response("Generate", grpc.StatusCode.INTERNAL.name)  # as `StatusInterceptor` sends
             raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -18,12 +20,15 @@ from paceline_services.gateway.http.http_metrics import CLIENT
 from paceline_services.gateway.http.server_sent_event import encode_json
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.pages.static_files import page_paths
-from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
+from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER
 
 ANY_ORIGIN = "*"
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ready", "/version"})
 """For probes and Prometheus, which have no keys. vLLM leaves these open, too. So are the files of the pages: a browser
 asks for them before it has a key."""
+
+ENDING_PATHS = re.compile(r"/abort_requests|/v1/responses/[^/]+/cancel")
+"""Not counted as requests: a client at its limit could not end what it runs."""
 
 
 class AuthMiddleware:
@@ -51,8 +56,8 @@ class AuthMiddleware:
                 await self._app(scope, receive, send)
                 return
             client = self._authenticator.client_for(authorization_of(headers))
-            with client.admit():
-                scope.setdefault("state", {})[CLIENT] = client
+            scope.setdefault("state", {})[CLIENT] = client
+            with _admitted(client, scope, headers):
                 await self._app(scope, receive, send)
         except ApiError as error:  # raised here: the application answers its own
             await error_response(error, scope)(scope, receive, send)
@@ -80,6 +85,13 @@ class AuthMiddleware:
                 status=403,
                 code="foreign_origin",
             )
+
+
+def _admitted(client: ApiClient, scope: Scope, headers: Headers) -> AbstractContextManager[None]:
+    """Raises `RateLimitError`."""
+    if ENDING_PATHS.fullmatch(scope["path"]):
+        return nullcontext()
+    return client.admit(generates=scope["method"] == "POST", resumes=LAST_EVENT_ID_HEADER in headers)
 
 
 def check_framing(headers: Headers) -> None:

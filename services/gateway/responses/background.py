@@ -37,7 +37,8 @@ class BackgroundResponses(PeriodicTask):
             raise InvalidRequestError("background: this server keeps no responses or streams", param="background")
         journal.check([made.request])
         if not await journal.lease(LEASE_S):
-            raise UnavailableError("background: it takes Redis, which does not answer; try again soon")
+            message = "background: it takes Redis, which does not answer; try again soon"
+            raise UnavailableError(message, code="resumption_unavailable")
         self._start(journal, made)
 
     async def run_once(self) -> None:

@@ -65,7 +65,7 @@ class ResponseHistory:
         try:
             entries = await self._store.records.load(client, response_id) if self.enabled else []
         except StateUnavailableError as error:
-            raise _unavailable() from error
+            raise _unavailable(param) from error
         if not entries:
             raise self._not_found(response_id, param)
         content = from_json(entries[0])
@@ -87,12 +87,12 @@ class ResponseHistory:
         try:
             deleted = self.enabled and await self._store.records.delete(client, response_id)
         except StateUnavailableError as error:
-            raise _unavailable() from error
+            raise _unavailable("response_id") from error
         if not deleted:
             raise self._not_found(response_id, "response_id")
 
     def _not_found(self, response_id: str, param: str) -> InvalidRequestError:
-        why = "it was not stored, or is not any more" if self.enabled else "this server stores no responses"
+        why = "it has not ended, or is not stored (any more)" if self.enabled else "this server stores no responses"
         message = f"{param}: no response {response_id[:MAX_ECHOED]!r} is found: {why}"
         code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
         return InvalidRequestError(message, param=param, code=code, status=404)
@@ -103,9 +103,9 @@ def items_json(items: Sequence[InputItem], request_id: str) -> list[Json]:
     return [item.as_json(f"{item.id_prefix}_{request_id}_i{index}") for index, item in enumerate(items)]
 
 
-def _unavailable() -> UnavailableError:
-    return UnavailableError(
-        "stored responses cannot be reached, because Redis does not answer; try again soon, or send the whole "
-        "conversation as input",
-        code="response_store_unavailable",
-    )
+def _unavailable(param: str) -> UnavailableError:
+    """`param`: the field that names the response."""
+    message = f"{param}: stored responses cannot be reached, because Redis does not answer; try again soon"
+    if param == "previous_response_id":
+        message += ", or send the whole conversation as input"
+    return UnavailableError(message, code="response_store_unavailable")

@@ -15,9 +15,10 @@ from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse
-from paceline_services.gateway.http.resumption import begin_request, numbered
+from paceline_services.gateway.http.resumption import EVENT_ID, begin_request, numbered
 from paceline_services.gateway.journal import StreamLeftError
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
+from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER
 from paceline_services.gateway.request_trace import traced
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.response_body import ResponseBody
@@ -74,8 +75,7 @@ def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
     async def retrieve(request: Request, response_id: str) -> Response:
         client = client_of(request)
         if request.query_params.get("stream") == "true":
-            after = request.query_params.get("starting_after", "-1")
-            return await _followed(requests, _request_id(response_id), client, _event_number(after))
+            return await _followed(requests, _request_id(response_id), client, _events_seen(request, response_id))
         if (response := requests.running.get((client.name, response_id))) is not None:
             return JsonResponse(response.as_json())
         try:
@@ -87,9 +87,21 @@ def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
 
     @app.delete(ONE)
     async def delete(request: Request, response_id: str) -> Response:
-        client = client_of(request).name
-        await history.delete(client, response_id)
-        await journals.delete(client, _request_id(response_id))
+        """Forgets a response that has ended."""
+        client = client_of(request)
+        try:
+            await history.delete(client.name, response_id)
+        except InvalidRequestError:
+            running = requests.running.get((client.name, response_id))
+            made = await _so_far(requests, response_id, client) if running is None else None
+            if running is None and made is None:
+                raise
+            if made is None or not made.response.ended:
+                message = "response_id: the response has not ended; cancel it first"
+                raise InvalidRequestError(
+                    message, param="response_id", code="response_in_progress", status=409
+                ) from None
+        await journals.delete(client.name, _request_id(response_id))
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.post(ONE + "/cancel")
@@ -160,8 +172,18 @@ def _request_id(response_id: str) -> str:
     return response_id.removeprefix("resp_")
 
 
-def _event_number(sequence_number: str) -> int:
-    """Events up to the one with this number. Raises `InvalidRequestError`."""
+def _events_seen(request: Request, response_id: str) -> int:
+    """The number of events that the client has, by `Last-Event-ID`, else by `starting_after`.
+
+    Raises `InvalidRequestError`.
+    """
+    if last := request.headers.get(LAST_EVENT_ID_HEADER):
+        known = EVENT_ID.fullmatch(last)
+        if known is None or known[1] != _request_id(response_id):
+            message = f"Last-Event-ID: {last[:MAX_ECHOED]!r} is no event of this response"
+            raise InvalidRequestError(message, param="Last-Event-ID", code="stream_not_found", status=404)
+        return int(known[2])
+    sequence_number = request.query_params.get("starting_after", "-1")
     if not re.fullmatch(r"-1|[0-9]{1,9}", sequence_number):
         raise InvalidRequestError("starting_after: must be a sequence_number", param="starting_after")
     return int(sequence_number) + 1

@@ -115,8 +115,9 @@ class DraftAcceptanceRefresh(PeriodicTask):
         self._store = store
 
     async def run_once(self) -> None:
-        await self._store.presence.attempt(self._read())
-
-    async def _read(self) -> None:
         for kind in self._drafts.kinds():
-            self._drafts.update_acceptance(kind, await self._store.acceptance.acceptance(self._model, kind))
+            if not await self._store.presence.attempt(self._read(kind)):
+                return
+
+    async def _read(self, kind: str) -> None:
+        self._drafts.update_acceptance(kind, await self._store.acceptance.acceptance(self._model, kind))
