@@ -6,7 +6,6 @@ Stop strings are decided here, for the gateway and for `paceline.LLM` alike.
 from __future__ import annotations
 
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, Usage
-from paceline.parsing import Reasoning
 from paceline.text import Detokenizer, StopStrings, Tokenizer
 
 
@@ -24,7 +23,6 @@ class OutputProcessor:
         )
         self._stops = StopStrings(request.stop)
         self._parser = request.parser() if request.parser else None
-        self._reasoning = False  # whether the latest event is reasoning
         self._characters = 0
         self._tokens = 0
 
@@ -42,7 +40,7 @@ class OutputProcessor:
             if index != hidden:
                 self._add(delta, self._shown(self._detokenizer.feed((token,))))
             self._tokens += 1
-            delta.reasoning_tokens += self._reasoning
+            delta.reasoning_tokens += self._parser is not None and self._parser.in_reasoning
             if self.stopped:
                 count = index + 1
                 delta.tokens, delta.accepted = tokens[:count], delta.accepted[:count]
@@ -72,4 +70,3 @@ class OutputProcessor:
         delta.text += text
         if self._parser is not None and (text or last):
             delta.events += self._parser.feed(text, last=last)
-            self._reasoning = isinstance(delta.events[-1], Reasoning) if delta.events else self._reasoning

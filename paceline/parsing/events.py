@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Some of the text that a model thinks before it answers."""
+    """Some of the text that a model thinks before it answers. An empty text, which formats yield, is its end."""
 
     text: str
 

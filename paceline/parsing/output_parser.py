@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.parsing.events import Content, Event, ToolCall
+from paceline.parsing.events import Content, Event, Reasoning, ToolCall
 from paceline.parsing.reasoning import ReasoningFormat
 from paceline.parsing.text_reader import Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
@@ -22,6 +22,8 @@ class OutputParser:
         inside: bool = False,
     ) -> None:
         """None: the text has no such part. `tools`: of the request. `inside`: see `begins_inside`."""
+        self.in_reasoning = False
+        """Whether the text so far ends amid reasoning of which there was an event."""
         self._reader = TextReader()
         self._steps = _message(self._reader, reasoning, tool_format, tools or {}, inside=inside)
 
@@ -32,6 +34,7 @@ class OutputParser:
         for event in self._steps:
             if event is None:
                 break
+            self.in_reasoning = isinstance(event, Reasoning) and event.text != ""
             if isinstance(event, ToolCall) or event.text:
                 events.append(event)
         return events

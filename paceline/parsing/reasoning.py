@@ -36,6 +36,7 @@ class ReasoningFormat:
             reader.reset()
             return False
         yield from reader.until((self.end,), Reasoning)
+        yield Reasoning("")
         yield from reader.space()
         return True
 

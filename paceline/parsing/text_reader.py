@@ -101,6 +101,12 @@ class TextReader:
         yield from self.space()
         return found
 
+    def skip_closing(self, *markers: str) -> Steps[None]:
+        """`skip` one of the markers behind a call; where the text ends amid it, what there is of it."""
+        if not (yield from self.skip(*markers)) and self.ended:
+            rest = self._text[self._at :]
+            self._consume(len(self._text) if any(marker.startswith(rest) for marker in markers) else self._at)
+
     def scan(
         self, find_end: Callable[[str, int], tuple[int, bool]], event: Callable[[str], Event] | None = None
     ) -> Steps[str]:

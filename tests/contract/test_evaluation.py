@@ -99,6 +99,16 @@ async def test_a_prompt_alone_may_fill_the_context(stack: Stack) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("asked", [{"logprobs": 1}, {"return_token_ids": True}])
+async def test_a_stream_without_output_has_all_fields(stack: Stack, asked: dict[str, Any]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, **asked}
+    [whole] = (await stack.http.post(COMPLETIONS, json=body)).json()["choices"]
+    chunks = [choice for event in await stack.events(COMPLETIONS, body) for choice in event["choices"]]
+    for name in ("logprobs", "token_ids"):
+        found = [chunk[name] for chunk in chunks if chunk.get(name) is not None]
+        assert found == ([whole[name]] if whole.get(name) is not None else [])
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("length", [0, 4])
 async def test_a_stream_joins_to_the_whole_response(stack: Stack, n: int, length: int) -> None:

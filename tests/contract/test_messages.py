@@ -159,6 +159,26 @@ async def test_arguments_that_are_no_object_are_kept(served: MessagesStack, argu
     assert call.input == {"INVALID_JSON": arguments}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complete"),
+    [
+        ('{"', {}),
+        ('{"days": 1', {}),
+        ('{"days": -1.5e', {}),
+        ('{"days": [1, 23', {"days": [1]}),
+        ('{"days": 17, "dry": t', {"days": 17}),
+        ('{"days": 17, "town": "Ul', {"days": 17}),
+    ],
+)
+async def test_values_that_a_limit_cuts_off_are_left_out(
+    served: MessagesStack, arguments: str, complete: dict[str, Any]
+) -> None:
+    """A number that ends at the cut may have more digits."""
+    served.speak(f'<tool_call>{{"name": "weather", "arguments": {arguments}')
+    message = await served.create(tools=[WEATHER])
+    assert message.content[-1].input == complete
+
+
 async def test_reasoning_returns_with_the_conversation(served: MessagesStack) -> None:
     served.speak("let me think</think>hello")
     message = await served.create(thinking=THINKING)

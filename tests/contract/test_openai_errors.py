@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from paceline.core.messages import GenerationRequest
 from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.openai.chat_prompt import RESERVED_VARIABLES
 from tests.helpers.openai_stack import CONTEXT, MODEL, TOKENIZER, Stack, counts, open_stack
 from tests.helpers.waiting import until
 
@@ -178,7 +179,8 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"messages": 3, "tools": 4}, "temperature": -1}, "temperature"),
+        ({"chat_template_kwargs": {"tools": 4}, "temperature": -1}, "temperature"),
+        *(({"chat_template_kwargs": {name: 3}}, f"chat_template_kwargs.{name}") for name in sorted(RESERVED_VARIABLES)),
     ],
 )
 async def test_chat_names_the_wrong_field(stack: Stack, body: dict[str, Any], param: str) -> None:

@@ -683,8 +683,8 @@ MUTANTS = (
     Mutant(
         "a whole delta counts as reasoning if its end is",
         "paceline/output_processor.py",
-        "            delta.reasoning_tokens += self._reasoning\n",
-        "            delta.reasoning_tokens = len(tokens) * self._reasoning\n",
+        "            delta.reasoning_tokens += self._parser is not None and self._parser.in_reasoning\n",
+        "            delta.reasoning_tokens = len(tokens) * (self._parser is not None and self._parser.in_reasoning)\n",
         ENDS,
     ),
     Mutant(

@@ -49,6 +49,12 @@ def test_messages_are_as_templates_expect_them(message: dict[str, Any], shown: s
     assert rendered("{{ messages[0] | tojson }}", message) == shown
 
 
+@pytest.mark.parametrize(("template", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_developers_are_the_system_where_a_template_does_not_know_them(template: str, role: str) -> None:
+    message = {"role": "developer", "content": "a"}
+    assert rendered(template + "{{ messages[0].role }}", message) == role
+
+
 @pytest.mark.parametrize("content", [{}, {"content": None}])
 def test_arguments_become_objects_in_the_client_s_order(content: dict[str, Any]) -> None:
     template = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.messages import LogProbs
-from paceline.text import Tokenizer
+from paceline.text import Detokenizer, Tokenizer
+from paceline_services.gateway.openai.bodies import CompletionBody
 from paceline_services.gateway.openai.echoed_prompt import EchoedPrompt
 from paceline_services.gateway.openai.logprobs import TokenSpelling, completion_log_probs, prompt_log_probs
 
@@ -45,11 +49,24 @@ def test_what_json_has_no_number_for() -> None:
     ]
 
 
+@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}])
+@pytest.mark.parametrize("further", [{}, {"logprobs": 0}, {"truncate_prompt_tokens": 99}])
+def test_the_echoed_text_does_not_depend_on_log_probabilities(fields: dict[str, Any], further: dict[str, Any]) -> None:
+    """A text is the client's own, without what its encoding adds; ids follow `skip_special_tokens`."""
+    text, start = "<|im_start|>user\nhi<|im_end|>\n", TOKENIZER.token_id("<|endoftext|>")
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert start not in ids
+    sent = CompletionBody.model_validate({"prompt": text, "echo": True, **fields, **further})
+    assert EchoedPrompt.of(sent, 0, [start, *ids], TOKENIZER).text == text
+    sent = CompletionBody.model_validate({"prompt": ids, "echo": True, **fields, **further})
+    assert EchoedPrompt.of(sent, 0, ids, TOKENIZER).text == (text if fields else "user\nhi\n")
+
+
 @settings(deadline=None)
 @given(prompt=st.lists(tokens, min_size=1, max_size=20), skip=st.booleans())
 def test_the_offsets_of_an_echoed_prompt_cut_its_text(prompt: list[int], skip: bool) -> None:
     """A character begins where its first token does, and counts from its last one on."""
-    echoed = EchoedPrompt.of_tokens(prompt, TOKENIZER, skip_special_tokens=skip)
+    echoed = EchoedPrompt.of_tokens(prompt, Detokenizer(TOKENIZER, skip_special_tokens=skip))
     pieces = TOKENIZER.visible_pieces if skip else TOKENIZER.pieces
     assert echoed.text == b"".join(pieces[token] for token in prompt).decode(errors="replace")
     assert echoed.offsets[0] == 0

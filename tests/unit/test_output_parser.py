@@ -294,6 +294,39 @@ def test_the_end_of_the_text_can_fall_anywhere(name: str) -> None:
             assert events == shown(text)
 
 
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_closing_marker_that_is_cut_off_is_no_content(name: str) -> None:
+    """Behind the second call nothing comes but markers."""
+    start = OUTPUTS[name].rindex("hotels") + len("hotels")
+    for size in range(start, len(OUTPUTS[name])):
+        events = OutputParser(None, TOOL_FORMATS[name], tools=TOOLS).feed(OUTPUTS[name][:size], last=True)
+        if sum(isinstance(event, ToolCall) for event in events) == 2:
+            assert not any(isinstance(event, Content) and event.text.strip() for event in events), size
+
+
+@pytest.mark.parametrize(
+    ("formats", "thought", "behind"),
+    [
+        (("qwen3", "hermes"), "<think>\nso it is", "\n</think>\n\n" + HERMES),
+        (("openai_gptoss", "openai"), "<|channel|>analysis<|message|>so", "<|end|>" + HARMONY),
+    ],
+)
+def test_reasoning_lasts_from_its_first_word_to_its_end_s_marker(
+    formats: tuple[str, str], thought: str, behind: str
+) -> None:
+    parser = OutputParser(REASONING_FORMATS[formats[0]], TOOL_FORMATS[formats[1]], tools=TOOLS)
+    said = False
+    for character in thought:
+        said |= bool(parser.feed(character))
+        assert parser.in_reasoning == said
+    assert said
+    end = re.match(r"\s*<[^>]*>", behind)
+    assert end is not None
+    for at, character in enumerate(behind[: behind.index("analysis") if "analysis" in behind else None]):
+        parser.feed(character)
+        assert parser.in_reasoning == (at < end.end() - 1), at
+
+
 @pytest.mark.parametrize("tool_format", DETECTED)
 def test_what_a_grammar_writes_is_read(tool_format: ToolFormat) -> None:
     calls = [

@@ -38,7 +38,7 @@ def _call(reader: TextReader, index: int) -> Steps[bool]:
     if not (yield from call_by_name(reader, index, name)):
         return False
     for marker in (FENCE, END, CALLS_END):
-        yield from reader.skip(marker)
+        yield from reader.skip_closing(marker)
     return True
 
 

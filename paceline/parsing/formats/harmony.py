@@ -38,6 +38,8 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     seen: set[Callable[[str], Event]] = set()
     while marker := (yield from reader.until((START, CHANNEL, *ENDS), event)):
         if marker in ENDS:
+            if event is Reasoning:
+                yield Reasoning("")
             event = Content
             yield from reader.space()
         elif (header := (yield from _header(reader, marker))) is None:

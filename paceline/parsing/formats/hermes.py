@@ -15,7 +15,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     while (yield from reader.until((BEGIN,), Content)):
         if (yield from call_object(reader, index)):
             index += 1
-            yield from reader.skip(END)
+            yield from reader.skip_closing(END)
         else:
             yield Content(reader.since_mark())
 

@@ -35,7 +35,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
             reader.commit()
             yield ToolCall(index, name)
             yield from _arguments(reader, index, tools.get(name, {}))
-            yield from reader.skip(END)
+            yield from reader.skip_closing(END)
             index += 1
         else:
             yield Content(reader.since_mark())
@@ -46,7 +46,7 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[None
     yield from reader.space()
     if (yield from reader.peek()) == "{":  # a grammar writes JSON
         yield from call_arguments(reader, index)
-        yield from reader.skip(FUNCTION_END)
+        yield from reader.skip_closing(FUNCTION_END)
         return
     before = "{"
     marker = yield from reader.accept(PARAMETER, FUNCTION_END, END)
@@ -61,6 +61,8 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[None
             marker = yield from reader.accept(PARAMETER, FUNCTION_END, END)
     if marker in (FUNCTION_END, END):
         yield ToolArguments(index, "{}" if before == "{" else "}")
+    else:
+        yield from reader.skip_closing(PARAMETER, FUNCTION_END, END)
 
 
 def _value(reader: TextReader, index: int, types: Sequence[str]) -> Steps[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline.parsing.json_text import is_json
 from paceline_services.gateway.http.server_sent_event import encode_json
 
 Json = dict[str, Any]
@@ -20,6 +22,9 @@ EMPTY_BLOCKS: dict[str, Json] = {
 INVALID_JSON = "INVALID_JSON"
 """The key under which a call has its arguments as a text if the model did not write an object. Anthropic's guide to
 fine-grained tool streaming names it."""
+
+CUT_NUMBER = re.compile(r"[-+.0-9eE]+$")
+"""A number at the end of arguments that are cut off: it may have more digits."""
 
 
 class BlockStream:
@@ -100,7 +105,9 @@ def whole_blocks(events: Iterable[Json]) -> list[Json]:
 
 
 def tool_input(arguments: str) -> Json:
-    """The arguments of a call as an object. The output may end amid them; then what is complete, as clients have it."""
+    """The arguments of a call as an object. Where the output ends amid them, the values that are complete."""
+    if not is_json(arguments):
+        arguments = CUT_NUMBER.sub("", arguments)
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
         encode_json(value)  # 1e999 is a number that cannot be sent

@@ -37,13 +37,19 @@ async def begin_request(
 
 
 async def numbered(journal: Journal, events: AsyncGenerator[ServerSentEvent]) -> AsyncGenerator[ServerSentEvent]:
-    """The events that the client has not seen, with their ids."""
+    """The events that the client has not seen, with their ids.
+
+    Raises `InvalidRequestError` (404) at the end of a stream that is shorter than what the client has seen.
+    """
     number = 0
     async with aclosing(events):
         async for event in events:
             number += 1
             if number > journal.seen:
                 yield ServerSentEvent(event.data, event.event, journal.event_id(number))
+    if number < journal.seen:
+        message = f"the stream has {number} events, fewer than its client says to have"
+        raise InvalidRequestError(message, code="stream_not_found", status=404)
 
 
 async def _open_journal(request: Request, models: ModelDirectory, journals: Journals) -> Journal:

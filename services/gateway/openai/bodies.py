@@ -142,7 +142,7 @@ class GenerationBody(SamplingBody):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
     return_accepted: Annotated[bool, Field(description="by token: was it guessed, and where its text begins")] = False
     return_tree: Annotated[bool, Field(description="by step: the guesses that were verified, as a tree")] = False
     speculative: Annotated[SpeculativeLimits | None, BeforeValidator(as_speculative)] = None
@@ -360,7 +360,7 @@ class ChatBody(ChatFields, GenerationBody):
 
     @model_validator(mode="after")
     def _agreeing(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import from_json
 
+from paceline.text import ChatTemplate
 from paceline_services.gateway.http.field_types import TEXT, TEXT_PARTS, Body, any_of
 
 
@@ -63,13 +64,15 @@ class ChatMessage(ExtensibleBody):
             raise ValueError("only parts of type text are supported")
         return "".join(part["text"] for part in value)
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self, template: ChatTemplate) -> dict[str, Any]:
         """The message for a chat template.
 
         Templates ask whether a message has `tool_calls` at all, add to its `content`, and read the reasoning of earlier
-        turns under one name or the other.
+        turns under one name or the other. To one that does not know the role `developer`, it is `system`.
         """
         message = self.model_dump(exclude_unset=True)
+        if self.role == "developer" and not template.mentions("developer"):
+            message["role"] = "system"
         if self.tool_calls:
             message.setdefault("content", "")
         else:

@@ -11,6 +11,11 @@ from paceline_services.gateway.openai.prompt_encoding import encode
 
 Json = dict[str, Any]
 
+RESERVED_VARIABLES = frozenset(
+    ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+)
+"""Not for `chat_template_kwargs`: arguments of transformers' `apply_chat_template` besides the template's variables."""
+
 
 def render_chat(fields: ChatFields, tokenizer: Tokenizer) -> str:
     """The prompt. Raises `InvalidRequestError`."""
@@ -20,7 +25,7 @@ def render_chat(fields: ChatFields, tokenizer: Tokenizer) -> str:
     variables = template_variables(fields, template)
     try:
         return template.render(
-            [message.for_template() for message in fields.messages],
+            [message.for_template(template) for message in fields.messages],
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             variables=variables,
@@ -40,7 +45,11 @@ def template_variables(fields: ChatFields, template: ChatTemplate) -> Json:
 
     Raises `InvalidRequestError` for what the template does not know: it would have no effect.
     """
-    variables = _effort(fields.reasoning_effort, template) | (fields.chat_template_kwargs or {})
+    given = fields.chat_template_kwargs or {}
+    if reserved := RESERVED_VARIABLES.intersection(given):
+        param = f"chat_template_kwargs.{min(reserved)}"
+        raise InvalidRequestError(f"{param}: has no effect here; it may be a field of the body", param=param)
+    variables = _effort(fields.reasoning_effort, template) | given
     if fields.documents:
         _check_known("documents", template)
         variables["documents"] = fields.documents

@@ -25,17 +25,20 @@ class EchoedPrompt:
 
     @classmethod
     def of(cls, body: CompletionBody, index: int, tokens: Sequence[int], tokenizer: Tokenizer) -> EchoedPrompt:
-        """The index-th prompt of a body: as the client sent it, or by its tokens where these are not all of it, or each
-        needs its own part of the text."""
+        """The index-th prompt of a body. A text is echoed as the client sent it, special tokens included; by its tokens
+        where these are not all of it, or each needs its own part of the text."""
         prompt = body.prompt[index]
+        if not isinstance(prompt, str):
+            return cls.of_tokens(tokens, Detokenizer(tokenizer, skip_special_tokens=body.skip_special_tokens))
         if body.scores_echo or body.truncate_prompt_tokens is not None:
-            return cls.of_tokens(tokens, tokenizer, skip_special_tokens=body.skip_special_tokens)
-        return cls(tokens, prompt if isinstance(prompt, str) else tokenizer.decode(prompt))
+            written = [token for token in tokenizer.special_ids if tokenizer.piece(token).decode() in prompt]
+            return cls.of_tokens(tokens, Detokenizer(tokenizer, shown=written))
+        return cls(tokens, prompt)
 
     @classmethod
-    def of_tokens(cls, tokens: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool) -> EchoedPrompt:
+    def of_tokens(cls, tokens: Sequence[int], detokenizer: Detokenizer) -> EchoedPrompt:
         """The text is what the tokens add up to: it may differ from the client's in what its tokenizer normalises."""
-        detokenizer, text, offsets = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens), "", []
+        text, offsets = "", []
         for token in tokens:
             offsets.append(len(text))
             text += detokenizer.feed((token,))

@@ -88,7 +88,8 @@ class OpenAIResponse(ABC):
     def _chunks_of(self, index: int, delta: Delta) -> Iterator[Json]:
         self._usage.add(index, delta)
         by_token = self._return_token_ids or self._return_logprobs or self._return_accepted or self._return_tree
-        parts = self.parts(index, delta) or ([self.empty] if delta.tokens and by_token else [])
+        only = delta.finish_reason is not None and not self._requests[index].sampling.max_tokens
+        parts = self.parts(index, delta) or ([self.empty] if by_token and (delta.tokens or only) else [])
         for number, part in enumerate(parts):
             yield self._chunk(self._entry(index, part, None if number else delta))
         if delta.finish_reason is not None:
