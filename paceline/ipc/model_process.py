@@ -17,7 +17,8 @@ from paceline.launcher import StartError, die_with_parent
 log = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 3.0
-"""Time for the process to exit by itself after its pipe has closed; then it is killed."""
+"""Time for the process to exit by itself after its pipe has closed; then it is aborted, and after the same time
+killed."""
 
 
 class ModelProcessDiedError(Exception):
@@ -146,6 +147,8 @@ async def _wait_for_exit(
     if not exit_code.done():
         log.warning("process %d does not exit by itself and is aborted", process.pid)
         _abort(process)
+        await asyncio.wait([exit_code], timeout=EXIT_TIMEOUT_S)
+        _kill(process)
     error = ModelProcessDiedError(await exit_code)
     _fail(ready, connection.lost.exception() or error)
     await connection.lost
@@ -159,8 +162,9 @@ def _fail(future: asyncio.Future[object], error: BaseException) -> None:
 
 
 def _abort(process: asyncio.subprocess.Process) -> None:
-    for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes a signal when it continues
-        process.send_signal(number)
+    if process.returncode is None:
+        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes a signal when it continues
+            process.send_signal(number)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

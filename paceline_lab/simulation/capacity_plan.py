@@ -20,6 +20,8 @@ GUESSES = (1, 2, 4, 8)
 """Draft tokens of a chain, for the formula."""
 TOKENS = 96
 """Most output tokens of a simulated request; its prompt is as much shorter as its output."""
+PROMPT_TOKENS = 4000
+"""Its longest prompt. A longer one makes the simulated output shorter still."""
 LEAST_GAIN = 1.02
 """Smallest speed-up over plain decoding that justifies a draft worker."""
 ENOUGH = 0.95
@@ -139,8 +141,9 @@ def load(pair: SimulatedPair, requests: int, demand: PlannedDemand) -> LoadPoint
 
 def serve(pair: SimulatedPair, requests: int, demand: PlannedDemand) -> SimulationResult:
     """One target for `requests` requests together, with slots for all of them."""
-    tokens = min(TOKENS, demand.output_tokens)
-    prompt_tokens = math.ceil(demand.prompt_tokens * tokens / demand.output_tokens)
+    fitting = demand.output_tokens * PROMPT_TOKENS // demand.prompt_tokens
+    tokens = max(1, min(TOKENS, demand.output_tokens, fitting))
+    prompt_tokens = min(PROMPT_TOKENS, math.ceil(demand.prompt_tokens * tokens / demand.output_tokens))
     slots = requests * (prompt_tokens + tokens + 1 + pair.speculation.max_tree_nodes)
     pair = replace(pair, engine=pair.engine.model_copy(update={"slots": slots}))
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)

@@ -73,8 +73,8 @@ class ApiClient:
     def admit(self, *, generates: bool = True, resumes: bool = False) -> Iterator[None]:
         """Count one request while it is served. Raises `RateLimitError` if it exceeds a limit.
 
-        `generates`: otherwise only the number of requests is limited. `resumes`: it replaces a stream that may not have
-        ended yet, so it may be one more than run at once.
+        `generates`: it may take long; otherwise only the number of requests is limited. `resumes`: it replaces a stream
+        that may not have ended yet, so it may be one more than run at once.
         """
         self._check(generates=generates, resumes=resumes)
         if "requests" in self._buckets:

@@ -168,6 +168,7 @@ class FailoverRequest:
 
     def _note_loss(self, error: ReplayElsewhere) -> None:
         """The target was lost, or it hands the request over. Raises `GenerationError` if too many were lost."""
+        log.warning("request %s leaves its target: %s", self._request.request_id, error)
         self._losses += isinstance(error, TargetLost)
         self._engine_deaths += isinstance(error, TargetEngineDied)
         if self._engine_deaths > MAX_ENGINE_DEATHS:
@@ -178,7 +179,6 @@ class FailoverRequest:
             )
         if self._losses > MAX_TARGET_LOSSES:
             raise GenerationError(f"{self._losses} targets were lost while they served this request")
-        log.warning("request %s moves to another target: %s", self._request.request_id, error)
         self._replays = True
 
     async def _run_on(

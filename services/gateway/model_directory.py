@@ -57,7 +57,7 @@ class ModelDirectory:
     def abort_all(self) -> None:
         """The gateway stops: end all requests that run. Their clients may send them, or the last event id, again."""
         for model in self:
-            model.running.abort_all(UnavailableError("the gateway is closing", reason="closing"))
+            model.running.abort_all(lambda: UnavailableError("the gateway is closing", reason="closing"))
 
     def check_capacity(self) -> None:
         """Check, before a request is read, whether any model admits one more. Raises `OverloadedError` if none does."""

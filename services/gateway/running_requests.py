@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -88,7 +88,7 @@ class RunningRequests:
             request.abort()
         return bool(requests)
 
-    def abort_all(self, error: Exception) -> None:
-        """End all requests with this error."""
+    def abort_all(self, make_error: Callable[[], Exception]) -> None:
+        """End all requests, each with an error of its own."""
         for request in {request for requests in self._by_id.values() for request in requests}:
-            request.abort(error)
+            request.abort(make_error())

@@ -157,6 +157,7 @@ async def running(
         record = _record(settings.worker_id, addresses, models)
         async with store.registration(record, lambda: _load(models)), background:
             yield models, addresses
+            models.capacity.closing = True
         await grpc_server.drain()
         await models.capacity.drain(settings.drain_s)
         models.abort_all()

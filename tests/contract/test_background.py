@@ -18,6 +18,7 @@ from paceline.core.messages import GenerationRequest
 from paceline.state import RecordLimits
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline_services.gateway.responses import background
+from paceline_services.gateway.responses.response_history import ResponseHistory
 from tests.helpers.openai_stack import MODEL, FailsAfter, Stack, another_gateway, counts, open_stack, text_script
 from tests.helpers.waiting import eventually, until
 
@@ -52,6 +53,10 @@ async def ended(stack: Stack, response_id: str) -> Any:
 
 async def journal_length(stack: Stack, response_id: str, length: int) -> bool:
     return len(await stack.store.records.load("", response_id.removeprefix("resp_"))) == length
+
+
+def background_tasks() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("background resp_")]
 
 
 async def followed(stack: Stack, response_id: str, after: int | None = None) -> list[dict[str, Any]]:
@@ -107,8 +112,15 @@ async def test_the_stream_of_a_running_response_is_followed_from_any_event_on() 
         assert len(first.decoder.requests) == 1
 
 
-async def test_only_a_response_that_has_ended_is_deleted() -> None:
+async def test_only_a_response_that_has_ended_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A past bug: a running one was not found, and then stored after all."""
+    save, saving = ResponseHistory.save, asyncio.Event()
+
+    async def save_later(*arguments: Any) -> bool:
+        await saving.wait()
+        return await save(*arguments)
+
+    monkeypatch.setattr(ResponseHistory, "save", save_later)
     async with open_pair() as (first, second):
         first.decoder.gate.clear()
         response = await begin(first)
@@ -117,6 +129,12 @@ async def test_only_a_response_that_has_ended_is_deleted() -> None:
                 await each.client.responses.delete(response.id)
         first.decoder.gate.set()
         await ended(second, response.id)
+        for each in (first, second):
+            with pytest.raises(openai.ConflictError, match="try again"):
+                await each.client.responses.delete(response.id)
+        saving.set()
+        await first.idle()
+        await until(lambda: not background_tasks())
         await second.client.responses.delete(response.id)
         for each in (first, second):
             with pytest.raises(openai.NotFoundError):

@@ -240,11 +240,13 @@ async def test_a_client_at_its_limit_ends_reads_and_resumes_what_it_runs(stack: 
         again = {**keys["frank"], "last-event-id": event_id}
         for method, path, status in (
             ("POST", "/v1/completions", 429),
+            ("GET", "/v1/responses/resp_x?stream=true", 429),
             ("GET", "/v1/models", 200),
             ("GET", "/v1/responses/resp_x", 404),
             ("POST", "/v1/responses/resp_x/cancel", 404),
         ):
-            answered = await stack.http.request(method, path, json={"prompt": "x"}, headers=keys["frank"])
+            headers = keys["frank"] | {"last-event-id": ""}  # which resumes nothing
+            answered = await stack.http.request(method, path, json={"prompt": "x"}, headers=headers)
             assert answered.status_code == status, path
         async with stack.http.stream("POST", "/v1/completions", headers=again) as resumed:
             assert resumed.status_code == 429  # its tokens are used up

@@ -84,10 +84,11 @@ def test_a_simulated_request_has_the_demand_s_share_of_prompt_and_output(monkeyp
         return SimulationResult()
 
     monkeypatch.setattr(planning, "simulate", record)
-    planning.serve(pair(), 4, PlannedDemand(1, 640, 100, prompt_tokens=16_000))
-    [(slots, sizes)] = simulated
-    assert sizes == [(1600, 64)] * 4
-    assert slots >= sum(map(sum, sizes))  # none waits for another one's
+    for output_tokens, expected in ((640, (1600, 64)), (80, (4000, 20)), (1, (4000, 1))):
+        planning.serve(pair(), 4, PlannedDemand(1, output_tokens, 100, prompt_tokens=16_000))
+        slots, sizes = simulated[-1]
+        assert sizes == [expected] * 4
+        assert slots >= sum(map(sum, sizes))  # none waits for another one's
 
 
 def test_an_output_of_few_tokens_is_simulated_as_it_is() -> None:

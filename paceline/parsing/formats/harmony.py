@@ -37,9 +37,9 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     event: Callable[[str], Event] = Content
     seen: set[Callable[[str], Event]] = set()
     while marker := (yield from reader.until((START, CHANNEL, *ENDS), event)):
+        if event is Reasoning:
+            yield Reasoning("")
         if marker in ENDS:
-            if event is Reasoning:
-                yield Reasoning("")
             event = Content
             yield from reader.space()
         elif (header := (yield from _header(reader, marker))) is None:

@@ -22,7 +22,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         bare = marker == "{"
         if (yield from call_fields(reader, index, names=tools) if bare else call_object(reader, index)):
             index += 1
-            yield from reader.skip(END)
+            yield from reader.skip_closing(END)
             yield from reader.skip(";")
         else:
             yield Content(reader.since_mark())

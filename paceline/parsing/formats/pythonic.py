@@ -26,7 +26,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
             yield from reader.skip("[")
         names = tools if marker == "[" else None
         index = yield from call_list(reader, index, partial(_call, reader, names))
-        yield from reader.accept(END)
+        yield from reader.skip_closing(END)
 
 
 def _call(reader: TextReader, names: Collection[str] | None, index: int) -> Steps[bool]:

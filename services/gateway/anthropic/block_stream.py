@@ -23,7 +23,7 @@ INVALID_JSON = "INVALID_JSON"
 """The key under which a call has its arguments as a text if the model did not write an object. Anthropic's guide to
 fine-grained tool streaming names it."""
 
-CUT_NUMBER = re.compile(r"[-+.0-9eE]+$")
+CUT_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:\d[-+.\deE]*)?$")
 """A number at the end of arguments that are cut off: it may have more digits."""
 
 
@@ -106,10 +106,9 @@ def whole_blocks(events: Iterable[Json]) -> list[Json]:
 
 def tool_input(arguments: str) -> Json:
     """The arguments of a call as an object. Where the output ends amid them, the values that are complete."""
-    if not is_json(arguments):
-        arguments = CUT_NUMBER.sub("", arguments)
+    complete = arguments if is_json(arguments) else CUT_NUMBER.sub("", arguments)
     try:
-        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        value = from_json(complete or "{}", allow_inf_nan=False, allow_partial=True)
         encode_json(value)  # 1e999 is a number that cannot be sent
     except ValueError:
         value = None

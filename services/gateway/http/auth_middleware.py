@@ -28,7 +28,7 @@ OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ready", "/version"})
 asks for them before it has a key."""
 
 ENDING_PATHS = re.compile(r"/abort_requests|/v1/responses/[^/]+/cancel")
-"""Not counted as requests: a client at its limit could not end what it runs."""
+"""Not counted as requests: otherwise a client at its limit could not end what it runs."""
 
 
 class AuthMiddleware:
@@ -91,7 +91,8 @@ def _admitted(client: ApiClient, scope: Scope, headers: Headers) -> AbstractCont
     """Raises `RateLimitError`."""
     if ENDING_PATHS.fullmatch(scope["path"]):
         return nullcontext()
-    return client.admit(generates=scope["method"] == "POST", resumes=LAST_EVENT_ID_HEADER in headers)
+    generates = scope["method"] == "POST" or b"stream=true" in scope["query_string"]
+    return client.admit(generates=generates, resumes=bool(headers.get(LAST_EVENT_ID_HEADER)))
 
 
 def check_framing(headers: Headers) -> None:

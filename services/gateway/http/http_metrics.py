@@ -24,7 +24,7 @@ REQUEST_ID = "request_id"
 SPAN = "span"
 """In the request's state: its `TraceSpan`, if it asks for output. It ends here, after the response."""
 CLIENT = "client"
-"""In the request's state: the `ApiClient`, once it is admitted."""
+"""In the request's state: the `ApiClient`, once its key is known."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

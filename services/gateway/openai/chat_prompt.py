@@ -48,7 +48,7 @@ def template_variables(fields: ChatFields, template: ChatTemplate) -> Json:
     given = fields.chat_template_kwargs or {}
     if reserved := RESERVED_VARIABLES.intersection(given):
         param = f"chat_template_kwargs.{min(reserved)}"
-        raise InvalidRequestError(f"{param}: has no effect here; it may be a field of the body", param=param)
+        raise InvalidRequestError(f"{param}: is no variable that a request can set", param=param)
     variables = _effort(fields.reasoning_effort, template) | given
     if fields.documents:
         _check_known("documents", template)

@@ -26,7 +26,8 @@ class EchoedPrompt:
     @classmethod
     def of(cls, body: CompletionBody, index: int, tokens: Sequence[int], tokenizer: Tokenizer) -> EchoedPrompt:
         """The index-th prompt of a body. A text is echoed as the client sent it, special tokens included; by its tokens
-        where these are not all of it, or each needs its own part of the text."""
+        where these are not all of it, or each needs its own part of the text. (Then a marker with which the text begins
+        shows twice if its encoding adds one more.)"""
         prompt = body.prompt[index]
         if not isinstance(prompt, str):
             return cls.of_tokens(tokens, Detokenizer(tokenizer, skip_special_tokens=body.skip_special_tokens))

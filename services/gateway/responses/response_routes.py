@@ -87,7 +87,7 @@ def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
 
     @app.delete(ONE)
     async def delete(request: Request, response_id: str) -> Response:
-        """Forgets a response that has ended."""
+        """Forgets a response that has ended. One that failed has nothing but its journal."""
         client = client_of(request)
         try:
             await history.delete(client.name, response_id)
@@ -96,8 +96,8 @@ def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
             made = await _so_far(requests, response_id, client) if running is None else None
             if running is None and made is None:
                 raise
-            if made is None or not made.response.ended:
-                message = "response_id: the response has not ended; cancel it first"
+            if made is None or made.response.failure is None:  # it runs, or has ended just now and is being stored
+                message = "response_id: the response has not ended; cancel it first, or try again soon"
                 raise InvalidRequestError(
                     message, param="response_id", code="response_in_progress", status=409
                 ) from None
