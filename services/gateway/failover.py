@@ -87,7 +87,7 @@ class FailoverRequest:
         """
         while True:
             try:
-                async with aclosing(self._from_next_target()) as deltas:
+                async with aclosing(self._run_on(*await self._next_attempt())) as deltas:
                     async for delta in deltas:
                         yield delta
                 return
@@ -109,17 +109,13 @@ class FailoverRequest:
         if self._target is not None:
             self._target.link.cancel(self._submitted_id)
 
-    async def _from_next_target(self) -> AsyncGenerator[Delta]:
-        """The deltas of the next target, which starts after the committed tokens."""
+    async def _next_attempt(self) -> tuple[TargetConnection, GenerationRequest, Sequence[int]]:
+        """The next target, the request from the committed tokens on, and the hashes of its blocks."""
         request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
         # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
         blocks = block_hashes(request.tokens, salt=request.cache_salt) if self._scored_prompt.complete else ()
         with self._tracing.start("wait_for_target", request.trace_parent):
-            target = await self._next_target(request, blocks)
-        with self._attempt(target, request) as span:
-            async with aclosing(self._run_on(target, request, blocks, span)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            return await self._next_target(request, blocks), request, blocks
 
     def _attempt(self, target: TargetConnection, request: GenerationRequest) -> TraceSpan:
         """The span of the request at one target."""
@@ -182,21 +178,24 @@ class FailoverRequest:
         self._replays = True
 
     async def _run_on(
-        self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int], span: TraceSpan
+        self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int]
     ) -> AsyncGenerator[Delta]:
         """Submit the request to a target and yield its deltas."""
         greedy = request.sampling.greedy
         drafts = self._fleet.drafts.order(greedy=greedy) if request.speculative.enabled is not False else []
-        request = replace(
-            request, request_id=self._submitted_id, draft_addresses=drafts, trace_parent=span.trace_parent
-        )
         self._target, stats = target, None
         try:
-            with InFlightRequest(target, request, blocks, self._fleet.request_cost) as self._in_flight:
+            with (
+                self._attempt(target, request) as span,
+                InFlightRequest(target, request, blocks, self._fleet.request_cost) as self._in_flight,
+            ):
+                submitted = replace(
+                    request, request_id=self._submitted_id, draft_addresses=drafts, trace_parent=span.trace_parent
+                )
                 async with (
                     AsyncExitStack() as quarantine,
                     # Submits at the first iteration, so after the quarantine was entered.
-                    aclosing(target.link.submit(request)) as deltas,
+                    aclosing(target.link.submit(submitted)) as deltas,
                 ):
                     if self._engine_deaths:
                         await quarantine.enter_async_context(target.quarantine)

@@ -37,26 +37,22 @@ class RunningRequest:
         Only this wait is cancelled, never what the task does with an item, such as sending it to the client. Raises
         the error of `abort`.
         """
-        if self.aborted:
-            self._raise_error()
-            return None
-        task = self._waiting = asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None
         try:
-            return await anext(items)
+            if not self.aborted:
+                self._waiting = task
+                return await anext(items)
         except StopAsyncIteration:
             return None
         except asyncio.CancelledError:
             if not self.aborted or task.uncancel() > 0:  # something else has cancelled the task, too
                 raise
-            self._raise_error()
-            return None
         finally:
             self._waiting = None
-
-    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+        return None
 
 
 class RunningRequests:

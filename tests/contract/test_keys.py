@@ -256,6 +256,17 @@ async def test_a_client_at_its_limit_ends_reads_and_resumes_what_it_runs(stack: 
     stack.decoder.gate.set()
 
 
+async def test_an_empty_event_id_resumes_nothing(stack: Stack, keys: Keys) -> None:
+    keys.add("frank", max_concurrent=1)
+    stack.decoder.hold_after = 2
+    body = {"prompt": "x", "stream": True}
+    async with stack.http.stream("POST", "/v1/completions", json=body, headers=keys["frank"]) as answer:
+        await anext(answer.aiter_lines())
+        headers = keys["frank"] | {"last-event-id": ""}
+        assert (await stack.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 429
+    stack.decoder.gate.set()
+
+
 def test_a_resumption_may_be_one_more() -> None:
     """The connection that it replaces may still count."""
     client = ApiClient(entry(max_concurrent=1))

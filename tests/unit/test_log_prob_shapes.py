@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.messages import LogProbs
-from paceline.text import Detokenizer, Tokenizer
+from paceline.text import Tokenizer
 from paceline_services.gateway.openai.bodies import CompletionBody
 from paceline_services.gateway.openai.echoed_prompt import EchoedPrompt
 from paceline_services.gateway.openai.logprobs import TokenSpelling, completion_log_probs, prompt_log_probs
@@ -66,7 +66,8 @@ def test_the_echoed_text_does_not_depend_on_log_probabilities(fields: dict[str, 
 @given(prompt=st.lists(tokens, min_size=1, max_size=20), skip=st.booleans())
 def test_the_offsets_of_an_echoed_prompt_cut_its_text(prompt: list[int], skip: bool) -> None:
     """A character begins where its first token does, and counts from its last one on."""
-    echoed = EchoedPrompt.of_tokens(prompt, Detokenizer(TOKENIZER, skip_special_tokens=skip))
+    fields = {"prompt": prompt, "echo": True, "logprobs": 0, "skip_special_tokens": skip}
+    echoed = EchoedPrompt.of(CompletionBody.model_validate(fields), 0, prompt, TOKENIZER)
     pieces = TOKENIZER.visible_pieces if skip else TOKENIZER.pieces
     assert echoed.text == b"".join(pieces[token] for token in prompt).decode(errors="replace")
     assert echoed.offsets[0] == 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline.parsing.json_text import is_json
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
 from paceline_services.gateway.served_model import ServedModel
@@ -79,7 +79,7 @@ class ChatOutput:
         """
         if last.finish_reason is not FinishReason.STOP or self._arguments is None or self._named:
             return last.finish_reason
-        cut = last.stop_reason is not None and not _is_json("".join(self._arguments))
+        cut = last.stop_reason is not None and not is_json("".join(self._arguments))
         return FinishReason.STOP if cut else TOOL_CALLS
 
     def call_id(self, index: int) -> str:
@@ -124,11 +124,3 @@ def _kind(event: Event) -> tuple[type[Event], int]:
 def _reasoning(text: str) -> Json:
     """Under the name that most servers use, and under vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -17,7 +17,7 @@ class EchoedPrompt:
     tokens: Sequence[int]
     text: str
     offsets: Sequence[int] = ()
-    """By token, the characters of the text before it. Empty if the text is the client's own."""
+    """By token, the characters of the text before it. Empty if its tokens have no log-probabilities."""
     log_probs: list[LogProbs] = field(default_factory=list)
     """Of the tokens from the second one on, as far as they have come."""
     ended: bool = False
@@ -30,15 +30,15 @@ class EchoedPrompt:
         shows twice if its encoding adds one more.)"""
         prompt = body.prompt[index]
         if not isinstance(prompt, str):
-            return cls.of_tokens(tokens, Detokenizer(tokenizer, skip_special_tokens=body.skip_special_tokens))
-        if body.scores_echo or body.truncate_prompt_tokens is not None:
-            written = [token for token in tokenizer.special_ids if tokenizer.piece(token).decode() in prompt]
-            return cls.of_tokens(tokens, Detokenizer(tokenizer, shown=written))
-        return cls(tokens, prompt)
-
-    @classmethod
-    def of_tokens(cls, tokens: Sequence[int], detokenizer: Detokenizer) -> EchoedPrompt:
-        """The text is what the tokens add up to: it may differ from the client's in what its tokenizer normalises."""
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=body.skip_special_tokens)
+        elif body.scores_echo or body.truncate_prompt_tokens is not None:
+            special = tokenizer.special_ids.intersection(tokens)
+            written = [token for token in special if tokenizer.piece(token).decode() in prompt]
+            detokenizer = Detokenizer(tokenizer, shown=written)
+        else:
+            return cls(tokens, prompt)
+        if not body.scores_echo:
+            return cls(tokens, detokenizer.feed(tokens) + detokenizer.flush())
         text, offsets = "", []
         for token in tokens:
             offsets.append(len(text))
