@@ -1,8 +1,8 @@
 """Which request is in which row of vLLM's batch.
 
 A proposer is not told: it sees rows of token ids, which vLLM moves, ends and replaces as it likes. So a row is
-recognised by how many tokens it has and by its last ones. Two requests that agree in these can be taken for one
-another, which costs guesses and nothing else.
+recognised by how many tokens it has and by its last ones. Two requests of one cache salt that agree in these can be
+taken for one another, which costs guesses and nothing else.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class ChainRequest(DraftedRequest):
     def draft_addresses(self) -> Sequence[str]:
         return self._addresses()
 
-    def begins(self, tokens: TokenIds) -> bool:
-        """Whether a row with these tokens goes on from the request's, by its last ones."""
+    def begins(self, tokens: TokenIds, cache_salt: str) -> bool:
+        """Whether a row with these tokens goes on from the request's, by its salt and its last tokens."""
         count = len(self.tokens)
-        return count <= len(tokens) and (
-            tokens[max(0, count - COMPARED_TOKENS) : count].tolist() == self.tokens[-COMPARED_TOKENS:]
+        return (
+            cache_salt == self.generation_request.cache_salt
+            and count <= len(tokens)
+            and tokens[max(0, count - COMPARED_TOKENS) : count].tolist() == self.tokens[-COMPARED_TOKENS:]
         )
 
     def candidate_nodes(self) -> Sequence[int]:
@@ -61,11 +63,13 @@ class ChainRequest(DraftedRequest):
 class Batch:
     """The requests of the current rows, and requests without a row since at most `MAX_ABSENT_STEPS` steps."""
 
-    def __init__(self, open_request: Callable[[int, TokenIds], ChainRequest]) -> None:
-        """`open_request` makes the request of a row, by its number and tokens, that no known request can have."""
+    def __init__(self, open_request: Callable[[int, TokenIds], ChainRequest], salt_of: Callable[[int], str]) -> None:
+        """`open_request` makes the request of a row, by its number and tokens, that no known request can have.
+        `salt_of`: the cache salt of a row's request."""
         self.requests: dict[int, ChainRequest] = {}
         """By key."""
         self._open_request = open_request
+        self._salt_of = salt_of
 
     def update(
         self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds
@@ -95,8 +99,11 @@ class Batch:
     ) -> ChainRequest | None:
         """The request with these tokens, by preference the one that had this row; else the one that had this row and
         has only the first of them: vLLM asks for no drafts while any request is near its end."""
-        same = [each for each in known.get((len(tokens), int(tokens[-1])), ()) if each.begins(tokens)]
-        same = same or [each for group in known.values() for each in group if each.row == row and each.begins(tokens)]
+        salt = self._salt_of(row)
+        same = [each for each in known.get((len(tokens), int(tokens[-1])), ()) if each.begins(tokens, salt)]
+        same = same or [
+            each for group in known.values() for each in group if each.row == row and each.begins(tokens, salt)
+        ]
         if not same:
             return None
         request = min(same, key=lambda each: each.row != row)

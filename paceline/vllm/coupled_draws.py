@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.config import SamplingParams
+from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.sampling import draw
 from paceline.vllm.extra_arguments import ExtraArguments
@@ -93,7 +93,7 @@ def sampling_params(params: VllmParams, request_id: str, fields: Mapping[str, An
 
 
 def extra_arguments(params: VllmParams, prompt_tokens: int, vocabulary_size: int) -> ExtraArguments:
-    """Raises nothing: what makes no sense is ignored with a warning."""
+    """Raises nothing: what makes no sense is ignored with a warning. Then nothing is drafted: the salt is unknown."""
     try:
         extra = ExtraArguments.read(params.extra_args)
         if extra.committed >= prompt_tokens > 0:
@@ -102,7 +102,7 @@ def extra_arguments(params: VllmParams, prompt_tokens: int, vocabulary_size: int
             raise ValueError(f"forced: a token id is outside the vocabulary of {vocabulary_size}")
     except (TypeError, ValueError) as error:
         log.warning("extra arguments are ignored: %s", error)
-        return ExtraArguments()
+        return ExtraArguments(speculative=SpeculativeOptions(enabled=False))
     return extra
 
 
@@ -167,7 +167,7 @@ class CoupledDraws:
         """How its tokens are drawn."""
         state = self._state(request)
         prompt_tokens = state.prompt_tokens - state.extra.committed
-        return RowDescription(state.params, prompt_tokens, state.extra.speculative)
+        return RowDescription(state.params, prompt_tokens, state.extra.speculative, state.extra.cache_salt)
 
     def _draw(
         self, logits: Tensor, requests: Sequence[VllmRequest], drafts: Sequence[Sequence[int]]

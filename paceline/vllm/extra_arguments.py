@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, NonNegativeInt
 
 from paceline.config import Settings, SpeculativeOptions
+from paceline.wire.common_codec import MAX_CACHE_SALT_BYTES
 
 KEY = "paceline"
 """In `SamplingParams.extra_args`, over HTTP `vllm_xargs`."""
@@ -24,6 +25,13 @@ class ExtraArguments(Settings):
     speculative: SpeculativeOptions = SpeculativeOptions()
     committed: int = Field(
         0, ge=0, description="how many tokens at the end of the prompt are output, drawn before the request came here"
+    )
+    cache_salt: str = Field(
+        "",
+        max_length=MAX_CACHE_SALT_BYTES,
+        pattern="^[ -~]*$",
+        description="what drafts learn of a request serves only requests of the same salt; vLLM's workers do not see "
+        "vLLM's cache_salt",
     )
     forced: tuple[NonNegativeInt, ...] = Field((), description="the first tokens of the output, drawn earlier")
 

@@ -44,9 +44,8 @@ GatherHiddenStates = Callable[[int, int, int], Tensor]
 """(row, start, stop) → hidden states of these positions of a row, [positions, layers, hidden size]."""
 
 
-def likeliest_tokens(row: int) -> RowDescription:
-    """For draws with noise that drafts cannot predict."""
-    return RowDescription(SamplingParams(temperature=0.0))
+GREEDY_ROW = RowDescription(SamplingParams(temperature=0.0))
+"""Of draws with noise that drafts cannot predict: they guess the likeliest tokens."""
 
 
 PLAIN_STEPS = 3
@@ -82,7 +81,7 @@ class PooledDrafts:
         self._config = config
         self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
-        self._describe: DescribeRow = likeliest_tokens
+        self._describe: DescribeRow = lambda row: GREEDY_ROW
         self._gather: GatherHiddenStates | None = None
         self._strategy = "greedy"
         self._clock = clock
@@ -122,7 +121,7 @@ class PooledDrafts:
     def start(self) -> None:
         """Open the links, so that drafts are connected before the first request."""
         self._retry_at, self._connected_at = None, self._clock()
-        self._batch = Batch(self._open)
+        self._batch = Batch(self._open, lambda row: self._describe(row).cache_salt)
         self._proposed: list[ChainRequest] | None = None
         self._proposed_rows = 0
         self._called_at = self._returned_at = self._best_unverified = 0.0
@@ -174,7 +173,9 @@ class PooledDrafts:
         key, depth = next(self._keys), self._config.limits(row_of.speculative)[0]
         return ChainRequest(
             key,
-            GenerationRequest(str(key), prompt, row_of.params, committed=known[len(prompt) :]),
+            GenerationRequest(
+                str(key), prompt, row_of.params, committed=known[len(prompt) :], cache_salt=row_of.cache_salt
+            ),
             TokenTree(len(known) - 1, known[-1], {source: each.cache for source, each in self._calibrations.items()}),
             max_tokens=max_tokens,
             limits=(depth, NODES_PER_DEPTH * depth),

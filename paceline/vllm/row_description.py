@@ -15,3 +15,5 @@ class RowDescription:
     prompt_tokens: int | None = None
     """Tokens of the row before its output; None: unknown."""
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
+    cache_salt: str = ""
+    """See `GenerationRequest`."""

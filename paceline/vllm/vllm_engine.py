@@ -214,6 +214,7 @@ class VllmEngine:
             sampling=sampling.model_dump(mode="json", exclude={"grammar"}),
             speculative=generation_request.speculative,
             committed=begun,
+            cache_salt=generation_request.cache_salt,
             forced=tuple(again),
         )
         params = VllmSamplingParams(

@@ -816,6 +816,20 @@ MUTANTS = (
         "            except ZeroDivisionError:\n",
         ("unit/test_vllm_drafts.py",),
     ),
+    Mutant(
+        "drafts inside vLLM are not told a request's salt",
+        "paceline/vllm/pooled_drafts.py",
+        "cache_salt=row_of.cache_salt",
+        'cache_salt=""',
+        ("unit/test_vllm_drafts.py",),
+    ),
+    Mutant(
+        "a row is taken for one of another salt",
+        "paceline/vllm/batch.py",
+        "cache_salt == self.generation_request.cache_salt",
+        "True",
+        ("unit/test_vllm_drafts.py",),
+    ),
     # Resumption: what a client has and what it gets add up to the undisturbed stream.
     Mutant(
         "resumption drops one event too few",

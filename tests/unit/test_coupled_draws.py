@@ -179,6 +179,8 @@ def test_requests_without_a_seed_differ_and_each_is_repeatable() -> None:
         '{"committed": -1}',
         '{"forced": [40]}',
         '{"unknown": 1}',
+        json.dumps({"cache_salt": "a" * 65}),
+        '{"cache_salt": "\\n"}',
     ],
     ids=str,
 )
@@ -187,6 +189,14 @@ def test_a_wrong_extra_argument_is_ignored(given: Any, caplog: pytest.LogCapture
     params = Params(seed=3, extra_args={"paceline": given}, repetition_penalty=1e6, logit_bias={1: 1e6})
     assert generate(params, never) == generate(replace(params, extra_args=None), never)
     assert "ignored" in caplog.text
+
+
+def test_drafts_are_told_a_request_s_salt_or_nothing() -> None:
+    request = Request("r", list(PROMPT), Params(extra_args={"paceline": '{"cache_salt": "one"}'}))
+    described = CoupledDraws(VOCABULARY).describe(request)  # type: ignore[arg-type]
+    assert (described.cache_salt, described.speculative.enabled) == ("one", None)
+    request.sampling_params = Params(extra_args={"paceline": '{"cache_salt": "one", "unknown": 1}'})
+    assert CoupledDraws(VOCABULARY).describe(request).speculative.enabled is False  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("guess", [never, at_random])

@@ -28,6 +28,7 @@ from paceline.vllm.learned_cost import LearnedRowCost
 from paceline.vllm.pooled_drafts import PLAIN_STEPS, PooledDrafts
 from paceline.vllm.remote_drafts import RemoteDrafts
 from paceline.vllm.remote_drafts_settings import DRAFTS_VARIABLE, LinkOptions, RemoteDraftsSettings
+from paceline.vllm.row_description import RowDescription
 from paceline.vllm.target_facts import TargetFacts
 from tests.helpers.service_processes import service_process
 from tests.helpers.waiting import within
@@ -47,6 +48,7 @@ class OracleClient(DraftClient):
     def __init__(self, error: int = 0) -> None:
         self.trees: dict[int, TokenTree] = {}
         self.prompts: dict[int, Sequence[int]] = {}
+        self.salts: list[str] = []
         self.limits: dict[int, Limit] = {}
         self.fault: Exception | None = None
         self._error = error
@@ -54,6 +56,7 @@ class OracleClient(DraftClient):
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         self.trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
         self.prompts[opening.request_id] = opening.tokens
+        self.salts.append(opening.cache_salt)
         return "oracle" if drafts else None
 
     def commit(self, commit: Commit) -> None:
@@ -223,6 +226,36 @@ def test_the_same_prompt_twice_is_two_requests() -> None:
         vllm.step()
     assert len(links.client.trees) == 1 + 2
     assert vllm.accepted == 2 * 2 * DEPTH
+
+
+def test_a_row_with_the_same_tokens_and_another_salt_is_another_request() -> None:
+    vllm, links = FakeVllm.cold(OracleClient())
+    salts = ["one"]
+    vllm.drafts.predict_draws(lambda row: RowDescription(SamplingParams(), cache_salt=salts[row]))
+    vllm.rows = [[1, 2, 3]]
+    vllm.step()
+    salts[0] = "other"
+    vllm.step()
+    assert links.client.salts == ["one", "other"]
+
+
+@pytest.mark.parametrize("salt", ["one", "other"])
+def test_what_lookups_learned_serves_requests_of_the_same_salt_only(salt: str) -> None:
+    config = SpeculativeConfig(method="pool", beside=("suffix",), num_speculative_tokens=DEPTH)
+    clock, salts = Clock(), ["one"]
+    links = PoolLinks(LinkOptions((), None, "any", VOCABULARY, None))
+    vllm = FakeVllm(PooledDrafts(links, config, VOCABULARY, 512, clock), clock)
+    vllm.drafts.predict_draws(lambda row: RowDescription(SamplingParams(), prompt_tokens=3, cache_salt=salts[row]))
+    vllm.rows = [[1, 2, 3]]
+    for _ in range(PLAIN_STEPS + 10):
+        vllm.step()
+    vllm.rows, vllm.proposed = [], []
+    for _ in range(MAX_ABSENT_STEPS + 1):
+        vllm.step()
+    salts[0], vllm.rows = salt, [[1, 2, 3]]
+    for _ in range(5):
+        vllm.step()
+    assert (vllm.accepted > 0) == (salt == "one")
 
 
 class StatesClient(OracleClient):
