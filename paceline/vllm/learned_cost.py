@@ -5,13 +5,12 @@ from __future__ import annotations
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost
 
 MAX_ROWS = 2**20
-FINE_ROWS = 16
-"""Up to here each number of rows has a mean of its own; beyond, numbers that differ by an eighth share one."""
 
 
 class LearnedRowCost:
     """Moving averages of step times, by number of rows.
 
+    Up to 15 rows each number has an average of its own. Beyond, numbers with the same four highest bits share one.
     More rows than were ever seen are taken to cost as much as the most that were: so a step tries them.
     """
 
@@ -27,8 +26,8 @@ class LearnedRowCost:
 
     def observe(self, rows: int, seconds: float) -> bool:
         """A step of this many rows took `seconds`. Returns whether `cost` changed."""
-        bucket = rows if rows <= FINE_ROWS else 1 << (rows.bit_length() - 4)
-        bucket = rows if rows <= FINE_ROWS else rows // bucket * bucket
+        width = 1 << max(0, rows.bit_length() - 4)
+        bucket = rows // width * width
         known = self._mean_s.get(bucket)
         if known is None:
             self._mean_s[bucket] = seconds

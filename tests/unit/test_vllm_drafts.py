@@ -356,6 +356,16 @@ def test_costs_are_learned() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "other", "shared"),
+    [(1, 2, False), (14, 15, False), (15, 16, False), (16, 17, True), (17, 18, False), (32, 35, True), (35, 36, False)],
+)
+def test_numbers_of_rows_share_an_average_from_16_on_if_they_are_close(rows: int, other: int, shared: bool) -> None:
+    learned = LearnedRowCost()
+    learned.observe(rows, 0.01)
+    assert learned.observe(other, 0.01) is not shared  # one more average changes `cost` at once
+
+
+@pytest.mark.parametrize(
     ("environment", "given", "drafts"),
     [
         ({DRAFTS_VARIABLE: "a:1, b:2,"}, {}, ("a:1", "b:2")),
