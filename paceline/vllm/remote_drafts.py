@@ -57,7 +57,7 @@ class RemoteDrafts:
         Raises ValueError if the drafts read hidden states, and nothing gathers them.
         """
         if self.hidden_state_layers and not self._has_hidden_states:
-            raise ValueError("hidden_state_layers needs --worker-cls paceline.vllm.CoupledWorker")
+            raise ValueError("hidden_state_layers needs --worker-cls paceline.vllm.coupled_worker.CoupledWorker")
         if self._drafts is not None:
             self._drafts.start()
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -439,8 +441,13 @@ def test_layers_without_a_worker_that_computes_them_are_refused(monkeypatch: pyt
         speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
         additional_config={"paceline": {"drafts": ["a:1"], "hidden_state_layers": [2]}},
     )
-    with pytest.raises(ValueError, match="CoupledWorker"):
+    with pytest.raises(ValueError, match="hidden_state_layers needs --worker-cls") as refused:
         RemoteDrafts(config).load_model(None)
+    module, _, worker = str(refused.value).split()[-1].rpartition(".")
+    spec = find_spec(module)  # not imported: it needs vLLM
+    assert spec is not None
+    assert spec.origin is not None
+    assert f"class {worker}(" in Path(spec.origin).read_text()
     gathered = RemoteDrafts(config)
     gathered.read_hidden_states(lambda row, start, stop: torch.zeros(stop - start, 1, 1))
     gathered.load_model(None)
