@@ -46,13 +46,11 @@ from paceline.engine.slot_pool import SlotPool
 from paceline.grammar.grammar_state import GrammarCompiler
 from paceline.model.model import Model
 from paceline.model.rows import Row
-from paceline.telemetry.step_stats import StepStats
+from paceline.telemetry.step_stats import StatsTimer, StepStats
 
 log = logging.getLogger(__name__)
 
 NOT_FINITE_ERROR = "the model's logits are not finite numbers here: its weights or this input overflow its dtype"
-STATS_INTERVAL_S = 0.1
-"""How often deltas of running requests carry statistics."""
 
 
 class Engine:
@@ -112,7 +110,7 @@ class Engine:
         self._next_key = count(1)
         self._ended: list[Delta] = []
         """Final deltas of requests that ended between steps."""
-        self._stats_sent_at = -STATS_INTERVAL_S
+        self._stats_timer = StatsTimer()
         self._reset_counters()
 
     @property
@@ -157,8 +155,7 @@ class Engine:
         start = self._clock()
         self._start_compiled(may_wait=True)
         deltas, self._ended = self._ended, []
-        self.stats_due = start - self._stats_sent_at >= STATS_INTERVAL_S
-        self._stats_sent_at = start if self.stats_due else self._stats_sent_at
+        self.stats_due = self._stats_timer.due(start)
         drawing = list(self._scheduler.drawing())  # a copy: the scheduler's own list changes in the step
         self._draft_manager.receive_growth(self._requests, drawing)
         if (layers := tuple(self._drafting.hidden_state_layers)) != self.hidden_layers:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.messages import SpeculationStats
+
+
+class StatsTimer:
+    """Which steps' deltas carry statistics of running requests: the first of each interval."""
+
+    INTERVAL_S = 0.1
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def due(self, now: float) -> bool:
+        """Called in each step."""
+        due = now - self._last >= self.INTERVAL_S
+        self._last = now if due else self._last
+        return due
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.sampling import draw
+from paceline.drafting.vocabulary.stable_tokens import common_prefix_length
 from paceline.vllm.extra_arguments import ExtraArguments
 from paceline.vllm.row_description import RowDescription
 
@@ -149,10 +150,8 @@ class CoupledDraws:
         tokens = drawn.tolist()
         result = torch.full((len(requests), 1 + max(map(len, drafts))), NO_TOKEN, dtype=torch.int32)
         for index, (start, draft) in enumerate(zip(starts, drafts, strict=True)):
-            accepted = 0
-            while accepted < len(draft) and tokens[start + accepted] == draft[accepted]:
-                accepted += 1
-            result[index, : accepted + 1] = torch.tensor(tokens[start : start + accepted + 1], dtype=torch.int32)
+            end = start + common_prefix_length(draft, tokens[start : start + len(draft)]) + 1
+            result[index, : end - start] = torch.tensor(tokens[start:end], dtype=torch.int32)
         return result.to(logits.device)
 
     def keep(self, names: Container[str]) -> None:

@@ -38,17 +38,16 @@ from paceline.core.messages import (
     SpeculationStats,
     Usage,
 )
+from paceline.drafting.vocabulary.stable_tokens import common_prefix_length
 from paceline.engine.engine_messages import EngineInfo
 from paceline.engine.request_times import RequestTimes
 from paceline.grammar.lark import PREAMBLE
 from paceline.target_features import VLLM_LACKS, all_features
-from paceline.telemetry.step_stats import StepStats
+from paceline.telemetry.step_stats import StatsTimer, StepStats
 from paceline.text import vocabulary_fingerprint
 from paceline.vllm.extra_arguments import ExtraArguments
 from paceline.vllm.target_facts import tokenizer_folder
 
-STATS_INTERVAL_S = 0.1
-"""How often deltas of running requests carry statistics."""
 IDLE_STEP_S = 0.001
 """Pause after a step without rows: vLLM waits for something, such as the compilation of a grammar."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
@@ -110,7 +109,7 @@ class VllmEngine:
         self._requests: dict[str, _Running] = {}
         self._ended: list[Delta] = []
         """Final deltas of requests that ended between steps."""
-        self._stats_sent_at = -STATS_INTERVAL_S
+        self._stats_timer = StatsTimer()
         self._vocabulary_size: int = self._config.model_config.get_vocab_size()
         end = getattr(engine.get_tokenizer(), "eos_token_id", None)
         self._grammar_ends = () if end is None else (end,)
@@ -173,8 +172,7 @@ class VllmEngine:
 
     def step(self) -> list[Delta]:
         start = self._clock()
-        self.stats_due = start - self._stats_sent_at >= STATS_INTERVAL_S
-        self._stats_sent_at = start if self.stats_due else self._stats_sent_at
+        self.stats_due = self._stats_timer.due(start)
         deltas, self._ended = self._ended, []
         outputs = self._engine.step() if self._engine.has_unfinished_requests() else []
         seconds = self._clock() - start
@@ -241,9 +239,7 @@ class VllmEngine:
         tokens, start = list(completion.token_ids), request.replayed
         cached = min(output.num_cached_tokens or 0, len(request.generation_request.prompt))
         request.cached_tokens = max(request.cached_tokens, cached)
-        accepted = 0
-        while accepted < min(len(tokens), len(drafts)) and tokens[accepted] == drafts[accepted]:
-            accepted += 1
+        accepted = common_prefix_length(tokens, drafts)
         if tokens:
             request.draws = True
             for stats in (request.stats, total):

@@ -777,8 +777,8 @@ MUTANTS = (
     Mutant(
         "coupled draws accept drafts that were not drawn",
         "paceline/vllm/coupled_draws.py",
-        "while accepted < len(draft) and tokens[start + accepted] == draft[accepted]:",
-        "while accepted < len(draft):",
+        "common_prefix_length(draft, tokens[start : start + len(draft)])",
+        "len(draft)",
         ("unit/test_coupled_draws.py",),
     ),
     Mutant(

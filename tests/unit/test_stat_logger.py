@@ -21,11 +21,16 @@ from paceline.core.policy.calibration import Calibration
 from paceline.state import AcceptanceRecorder, RequestAcceptance, StateStore, open_store
 from paceline.state.memory_store import MemoryAcceptance
 from paceline.state.redis_availability import RedisAvailability
-from paceline.telemetry.step_stats import StepStats
+from paceline.telemetry.step_stats import StatsTimer, StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline_services.target.stat_logger import StatLogger
 
 DESCRIPTION = TargetDescription("t", "m", "f", 64, 512, 256, rows_invariant=True, eos_token_ids=(), method="ngram")
+
+
+def test_statistics_are_due_once_in_an_interval() -> None:
+    timer = StatsTimer()
+    assert [timer.due(now) for now in (5.0, 5.05, 5.125, 5.2, 5.25)] == [True, False, True, False, True]
 
 
 async def record(store: StateStore, steps: Sequence[StepStats]) -> None:
