@@ -35,21 +35,14 @@ from paceline.vllm.row_description import RowDescription
 
 log = logging.getLogger(__name__)
 
-NODES_PER_DEPTH = 4
-"""A tree has room for so many nodes per draft token of a step: one of the alternatives may turn out right."""
-
+PLAIN_STEPS = 3
+"""So many measured steps have no draft tokens: they show what plain decoding costs."""
+GREEDY_ROW = RowDescription(SamplingParams(temperature=0.0))
+"""Of draws with noise that drafts cannot predict: they guess the likeliest tokens."""
 
 DescribeRow = Callable[[int], RowDescription]
 GatherHiddenStates = Callable[[int, int, int], Tensor]
 """(row, start, stop) → hidden states of these positions of a row, [positions, layers, hidden size]."""
-
-
-GREEDY_ROW = RowDescription(SamplingParams(temperature=0.0))
-"""Of draws with noise that drafts cannot predict: they guess the likeliest tokens."""
-
-
-PLAIN_STEPS = 3
-"""The first steps have no draft tokens: they show what plain decoding costs."""
 
 
 class DraftLinks(Protocol):
@@ -94,6 +87,17 @@ class PooledDrafts:
         self._cost = StepCost(self._learned.cost)
         sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(config.beside))
         self._calibrations = {source: Calibration() for source in sources}
+        # Made by `start`, anew after each fault.
+        self._client: DraftClient
+        self._manager: DraftManager
+        self._batch: Batch
+        self._proposed: list[ChainRequest] | None
+        """The requests of the last step, if all of them drew."""
+        self._proposed_rows: int
+        """Rows of the step that verifies what was proposed."""
+        self._called_at: float
+        self._returned_at: float
+        self._best_unverified: float
 
     def predict_draws(self, describe: DescribeRow) -> None:
         """Let drafts predict draws with noise instead of the likeliest tokens. Before `start`."""
@@ -122,8 +126,7 @@ class PooledDrafts:
         """Open the links, so that drafts are connected before the first request."""
         self._retry_at, self._connected_at = None, self._clock()
         self._batch = Batch(self._open, lambda row: self._describe(row).cache_salt)
-        self._proposed: list[ChainRequest] | None = None
-        self._proposed_rows = 0
+        self._proposed, self._proposed_rows = None, 0
         self._called_at = self._returned_at = self._best_unverified = 0.0
         self._client = self._links.open()
         self._manager = DraftManager(
@@ -170,7 +173,7 @@ class PooledDrafts:
         row_of = self._describe(row)
         prompt = known[: row_of.prompt_tokens]
         max_tokens = max(1, self._max_model_len - len(prompt))
-        key, depth = next(self._keys), self._config.limits(row_of.speculative)[0]
+        key, depth = next(self._keys), min(self._config.limits(row_of.speculative))  # a step verifies one path
         return ChainRequest(
             key,
             GenerationRequest(
@@ -178,7 +181,7 @@ class PooledDrafts:
             ),
             TokenTree(len(known) - 1, known[-1], {source: each.cache for source, each in self._calibrations.items()}),
             max_tokens=max_tokens,
-            limits=(depth, NODES_PER_DEPTH * depth),
+            limits=(depth, depth),
             calibrations=self._calibrations,
             addresses=self._links.addresses,
         )

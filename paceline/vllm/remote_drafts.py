@@ -89,7 +89,6 @@ def pooled_drafts(settings: RemoteDraftsSettings, facts: TargetFacts, depth: int
         settings.tls_files,
         settings.hidden_state_layers,
     )
-    config = SpeculativeConfig.model_validate(
-        {**settings.lookup_settings, "method": "pool", "beside": settings.lookups, "num_speculative_tokens": depth}
-    )
+    fixed = {"method": "pool", "beside": settings.lookups, "num_speculative_tokens": depth, "max_tree_nodes": depth}
+    config = SpeculativeConfig.model_validate({**settings.lookup_settings, **fixed})
     return PooledDrafts(PoolLinks(options), config, facts.vocabulary_size, facts.max_model_len)

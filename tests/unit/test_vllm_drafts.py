@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.config import SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
@@ -50,7 +50,7 @@ class OracleClient(DraftClient):
     def __init__(self, error: int = 0) -> None:
         self.trees: dict[int, TokenTree] = {}
         self.prompts: dict[int, Sequence[int]] = {}
-        self.salts: list[str] = []
+        self.openings: list[Opening] = []
         self.limits: dict[int, Limit] = {}
         self.fault: Exception | None = None
         self._error = error
@@ -58,7 +58,7 @@ class OracleClient(DraftClient):
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         self.trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
         self.prompts[opening.request_id] = opening.tokens
-        self.salts.append(opening.cache_salt)
+        self.openings.append(opening)
         return "oracle" if drafts else None
 
     def commit(self, commit: Commit) -> None:
@@ -172,6 +172,19 @@ def test_all_draft_tokens_of_a_good_draft_are_accepted() -> None:
         assert all(row[i] == following(row[i - 1]) for i in range(start, len(row)))
 
 
+def test_a_tree_has_room_for_four_nodes_per_draft_token() -> None:
+    _, links = FakeVllm.warm(OracleClient())
+    assert [opening.max_nodes for opening in links.client.openings] == [4 * DEPTH]
+
+
+def test_a_request_may_limit_the_nodes_of_a_step() -> None:
+    vllm, _ = FakeVllm.cold(OracleClient())
+    few = SpeculativeOptions(max_tree_nodes=2)
+    vllm.drafts.predict_draws(lambda row: RowDescription(SamplingParams(), speculative=few))
+    vllm.rows = [[1, 2, 3]]
+    assert {len(vllm.step()[0]) for _ in range(PLAIN_STEPS + 5)} == {0, 2}
+
+
 def test_rows_that_move_end_and_are_replaced_keep_their_requests() -> None:
     vllm, links = FakeVllm.warm(OracleClient())
     vllm.rows = [[1, 2, 3], [4, 5], [6]]
@@ -238,7 +251,7 @@ def test_a_row_with_the_same_tokens_and_another_salt_is_another_request() -> Non
     vllm.step()
     salts[0] = "other"
     vllm.step()
-    assert links.client.salts == ["one", "other"]
+    assert [opening.cache_salt for opening in links.client.openings] == ["one", "other"]
 
 
 @pytest.mark.parametrize("salt", ["one", "other"])
