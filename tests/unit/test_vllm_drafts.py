@@ -400,6 +400,11 @@ def test_settings(
     assert RemoteDraftsSettings.read(given).drafts == drafts
 
 
+def test_the_readme_names_every_setting() -> None:
+    readme = (Path(remote_drafts.__file__).parent / "README.md").read_text()
+    assert [name for name in RemoteDraftsSettings.model_fields if f"`{name}`" not in readme] == []
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
