@@ -439,8 +439,8 @@ MUTANTS = (
     Mutant(
         "native: a branch is read from the request's table",
         "paceline/model/native/rows.hpp",
-        "return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * TILE;",
-        "return rows.prefix_lengths[r] > tile * TILE;",
+        "return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * KEY_TILE;",
+        "return rows.prefix_lengths[r] > tile * KEY_TILE;",
         NATIVE,
     ),
     Mutant(

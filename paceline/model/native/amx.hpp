@@ -26,11 +26,11 @@ inline Floats fused(Uint32s a, Uint32s b, Floats sum) { return (Floats)_mm512_fm
 
 class Tiles {
    public:
-    static constexpr int ROWS = 16, UINT32S = 16;  // of a full tile
+    static constexpr int ROWS = 16, WORDS = 16;  // of a full tile
 
     // Prepares this thread's tile registers for products of `rows` rows.
     explicit Tiles(int rows) {
-        constexpr int UINT32_BYTES = sizeof(uint32_t), TAIL = UINT32S / 2;
+        constexpr int WORD_BYTES = sizeof(uint32_t), TAIL = WORDS / 2;
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
@@ -38,11 +38,11 @@ class Tiles {
         } shapes;
         auto shape = [&](int tile, int height, int words) {
             shapes.rows[tile] = (uint8_t)height;
-            shapes.row_bytes[tile] = (uint16_t)(words * UINT32_BYTES);
+            shapes.row_bytes[tile] = (uint16_t)(words * WORD_BYTES);
         };
         for (int block = 0; block < 4; block++) shape(block, rows, LANES);
-        shape(4, rows, UINT32S);
-        shape(5, UINT32S, LANES);
+        shape(4, rows, WORDS);
+        shape(5, WORDS, LANES);
         shape(6, rows, TAIL);
         shape(7, TAIL, LANES);
         _tile_loadconfig(&shapes);
@@ -61,8 +61,8 @@ class Tiles {
         if constexpr (BLOCKS > 2) _tile_zero(2);
         if constexpr (BLOCKS > 3) _tile_zero(3);
         int i = 0;
-        for (; i + UINT32S <= words; i += UINT32S, weights += UINT32S * WIDTH) {
-            for (int line = 0; line < UINT32S * BLOCKS; line++) prefetch(weights + line * LANES);
+        for (; i + WORDS <= words; i += WORDS, weights += WORDS * WIDTH) {
+            for (int line = 0; line < WORDS * BLOCKS; line++) prefetch(weights + line * LANES);
             _tile_loadd(4, x + i, row_bytes);
             ADD_PRODUCT(0, 4, 5);
             ADD_PRODUCT(1, 4, 5);
@@ -94,8 +94,8 @@ inline void multiply_row(const uint32_t* x, const uint32_t* weights, int words, 
     Floats totals[BLOCKS] = {};
     for (int i = 0; i < words;) {
         Floats low[BLOCKS] = {}, high[BLOCKS] = {};
-        for (int end = std::min(i + Tiles::UINT32S, words); i < end; i++) {
-            const Uint32s input = all_uint32(x[i]);
+        for (int end = std::min(i + Tiles::WORDS, words); i < end; i++) {
+            const Uint32s input = all_words(x[i]);
             for (int b = 0; b < BLOCKS; b++, weights += LANES) {
                 const Uint32s weight = load<Uint32s>(weights);
                 prefetch(weights);

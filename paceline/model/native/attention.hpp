@@ -28,7 +28,7 @@ struct AttentionOptions {  // of one layer; part of the C interface
 
 template <class T>
 class Attention {
-    static constexpr int PER = Element<T>::PER_UINT32, TILE_UINT32S = TILE / PER;
+    static constexpr int PER = Element<T>::PER_WORD, TILE_WORDS = KEY_TILE / PER;
 #ifdef __AVX512F__
     static constexpr int MOST_QUERIES = 8;  // 16 of 32 registers hold sums
 #else
@@ -37,13 +37,13 @@ class Attention {
 
    public:
     // `longest`: most positions of a path.
-    Attention(Heads heads, int longest) : heads_(heads), stride_(padded(longest, TILE)) {
+    Attention(Heads heads, int longest) : heads_(heads), stride_(padded(longest, KEY_TILE)) {
         int queries = most_rows(heads) * heads.queries_per_key;
         scores_.resize((size_t)queries * stride_);
         weights_.resize((size_t)queries * stride_);
         totals_.resize(queries);
         outputs_.resize((size_t)queries * heads.width);
-        tile_.resize((size_t)TILE * heads.width / PER);
+        tile_.resize((size_t)KEY_TILE * heads.width / PER);
         queries_.resize(queries);
     }
     // Rows of a chunk: they share the work on a tile.
@@ -51,20 +51,20 @@ class Attention {
 
     // One part of `parts`: every `parts`-th pair of a chunk and a key-value head. `cache`: a layer's keys and values
     // [slots, 2 * key-value heads, width]. queries, out [rows, query heads, width].
-    void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const AttentionOptions& scoring,
+    void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const AttentionOptions& options,
                     const T* cache, const T* queries, T* out) {
         for (int i = part; i < (int)chunks.size() * heads_.key_value; i += parts)
-            attend(rows, chunks[i / heads_.key_value], i % heads_.key_value, scoring, cache, queries, out);
+            attend(rows, chunks[i / heads_.key_value], i % heads_.key_value, options, cache, queries, out);
     }
 
    private:
     // One key-value head of the rows of a chunk.
-    void attend(const Rows& rows, Chunk chunk, int key_head, const AttentionOptions& scoring, const T* cache, const T* queries,
+    void attend(const Rows& rows, Chunk chunk, int key_head, const AttentionOptions& options, const T* cache, const T* queries,
                 T* out) {
-        const int per = heads_.queries_per_key, width = heads_.width, window = scoring.window;
+        const int per = heads_.queries_per_key, width = heads_.width, window = options.window;
         const size_t values = heads_.key_row(), slot = 2 * values;
         const T* keys = cache + (size_t)key_head * width;
-        const float* sink = scoring.sinks ? scoring.sinks + key_head * per : nullptr;
+        const float* sink = options.sinks ? options.sinks + key_head * per : nullptr;
         auto head_of = [&](auto* of, int row) { return of + row * heads_.query_row() + (size_t)key_head * per * width; };
         auto prefetch_slot = [&](const T* from) {
             return [=, this](int32_t s) {
@@ -79,7 +79,7 @@ class Attention {
                     queries_[i] = {head_of(queries, row) + q * width, first_query(chunk, row) + q,
                                    VisibleRange(rows, row, window)};
                 }
-                in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile, scoring); });
+                in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile, options); });
             });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++)
@@ -109,16 +109,16 @@ class Attention {
         uint32_t* to = tile_.data();
         for (int w = 0, words = heads_.width / PER; w < words; w += LANES) {
             Uint32s square[LANES];
-            for (int i = 0; i < TILE; i++) square[i] = load<Uint32s>((const uint32_t*)(keys + slots[i] * slot) + w);
+            for (int i = 0; i < KEY_TILE; i++) square[i] = load<Uint32s>((const uint32_t*)(keys + slots[i] * slot) + w);
             transpose(square);
-            for (int i = 0; i < LANES; i++) store(to + (w + i) * TILE, square[i]);
+            for (int i = 0; i < LANES; i++) store(to + (w + i) * KEY_TILE, square[i]);
         }
     }
 
-    // The tile's values as [TILE / PER, width] words of two neighbouring positions, or one.
+    // The tile's values as [KEY_TILE / PER, width] words of two neighbouring positions, or one.
     void load_values(const T* values, size_t slot, const int32_t* slots) {
         uint32_t* to = tile_.data();
-        for (int i = 0; i < TILE_UINT32S; i++)
+        for (int i = 0; i < TILE_WORDS; i++)
             for (int d = 0, width = heads_.width; d < width; d += LANES, to += LANES) {
                 if constexpr (PER == 1) {
                     store(to, load<Uint32s>(values + slots[i] * slot + d));
@@ -145,21 +145,21 @@ class Attention {
     }
 
     template <int COUNT>
-    void score(const Query* queries, int tile, const AttentionOptions& scoring) {
+    void score(const Query* queries, int tile, const AttentionOptions& options) {
         static const Ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const Ints position = numbers + tile * TILE;
+        const Ints position = numbers + tile * KEY_TILE;
         const uint32_t* keys = tile_.data();
         Floats sums[COUNT] = {};
         for (int w = 0, words = heads_.width / PER; w < words; w++) {
-            Uint32s key = load<Uint32s>(keys + w * TILE);
+            Uint32s key = load<Uint32s>(keys + w * KEY_TILE);
             for (int i = 0; i < COUNT; i++)
-                sums[i] = Element<T>::multiply_add(sums[i], key, all_uint32(((const uint32_t*)queries[i].numbers)[w]));
+                sums[i] = Element<T>::multiply_add(sums[i], key, all_words(((const uint32_t*)queries[i].numbers)[w]));
         }
         for (int i = 0; i < COUNT; i++) {
-            Floats s = sums[i] * scoring.scale;
-            if (scoring.softcap > 0) s = tanh_of(s / scoring.softcap) * scoring.softcap;
+            Floats s = sums[i] * options.scale;
+            if (options.softcap > 0) s = tanh_of(s / options.softcap) * options.softcap;
             Ints seen = (position >= queries[i].visible.begin) & (position < queries[i].visible.end);
-            store(&scores_[queries[i].index * stride_ + tile * TILE], seen ? s : all(-INFINITY));
+            store(&scores_[queries[i].index * stride_ + tile * KEY_TILE], seen ? s : all(-INFINITY));
         }
     }
 
@@ -168,13 +168,13 @@ class Attention {
         const float* scores = &scores_[index * stride_];
         T* weights = &weights_[index * stride_];
         Floats most = all(sink ? *sink : -INFINITY), sum = {};
-        for (int t = visible.first_tile; t < visible.last_tile; t++) most = larger(load<Floats>(scores + t * TILE), most);
+        for (int t = visible.first_tile; t < visible.last_tile; t++) most = larger(load<Floats>(scores + t * KEY_TILE), most);
         Floats largest = all(max_of(most));
         for (int t = visible.first_tile; t < visible.last_tile; t++) {
-            Floats s = load<Floats>(scores + t * TILE);
+            Floats s = load<Floats>(scores + t * KEY_TILE);
             Floats weight = s == all(-INFINITY) ? Floats{} : exp_of(s - largest);
-            Element<T>::narrow(weights + t * TILE, weight);
-            sum += Element<T>::widen(weights + t * TILE);
+            Element<T>::narrow(weights + t * KEY_TILE, weight);
+            sum += Element<T>::widen(weights + t * KEY_TILE);
         }
         totals_[index] = sum_of(sum);
         if (sink) totals_[index] += sum_of(exp_of(all(*sink) - largest)) / LANES;
@@ -186,17 +186,17 @@ class Attention {
         const uint32_t* weights[COUNT];
         float* out[COUNT];
         for (int i = 0; i < COUNT; i++) {
-            weights[i] = (const uint32_t*)&weights_[queries[i].index * stride_ + tile * TILE];
+            weights[i] = (const uint32_t*)&weights_[queries[i].index * stride_ + tile * KEY_TILE];
             out[i] = &outputs_[(size_t)queries[i].index * width];
         }
         for (int d = 0; d < width; d += 2 * LANES) {  // widths are multiples of 32
             const uint32_t* values = tile_.data() + d;
             Floats low[COUNT], high[COUNT];
             for (int i = 0; i < COUNT; i++) low[i] = load<Floats>(out[i] + d), high[i] = load<Floats>(out[i] + d + LANES);
-            for (int w = 0; w < TILE_UINT32S; w++, values += width) {
+            for (int w = 0; w < TILE_WORDS; w++, values += width) {
                 const Uint32s first = load<Uint32s>(values), second = load<Uint32s>(values + LANES);
                 for (int i = 0; i < COUNT; i++) {
-                    Uint32s weight = all_uint32(weights[i][w]);
+                    Uint32s weight = all_words(weights[i][w]);
                     low[i] = Element<T>::multiply_add(low[i], first, weight);
                     high[i] = Element<T>::multiply_add(high[i], second, weight);
                 }

@@ -25,7 +25,7 @@ inline W mixed(W x, uint32_t first, uint32_t second) {
 // Writes the tokens that can win and their integers; returns their number. x [vocabulary]; x[largest] is 0. `leniency`: a
 // factor of the limit, for rounding errors.
 inline int64_t draw_candidates_of(const float* x, int vocabulary, int largest, uint32_t first, uint32_t second, double leniency,
-                         int64_t* tokens, uint32_t* integers) {
+                                  int64_t* tokens, uint32_t* integers) {
     const double exponential = -std::log1p((mixed((uint32_t)largest, first, second) + 0.5) * -0x1p-32);
     const float limit = (float)(exponential * leniency * 0x1p32);
     static const Uint32s numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -7,7 +7,7 @@ namespace paceline {
 
 struct AttentionSpec {  // part of the C interface
     Rows rows;
-    AttentionOptions scoring;
+    AttentionOptions options;
     const void *queries, *keys, *values;  // [rows, query heads, width], twice [rows, key-value heads, width]
     void* cache;                          // of the layer: [slots, 2 * key-value heads, width]
     void* out;                            // [rows, query heads, width]
@@ -32,7 +32,7 @@ class LayerAttention : public AnyLayerAttention {
             if (phase == STORE)
                 for (int row = part; row < rows.count; row += parts) store(layer, row);
             else
-                (*scratch_[thread])(rows, chunks, part, parts, layer.scoring, (const T*)layer.cache,
+                (*scratch_[thread])(rows, chunks, part, parts, layer.options, (const T*)layer.cache,
                                     (const T*)layer.queries, (T*)layer.out);
         });
     }

@@ -89,7 +89,7 @@ class Matrix {
     // The columns of each source start at a multiple of `unit`, and no unit is split between two parts. `in`: numbers per
     // input row, which is padded with zeros to `padded_in`. arenas[p] holds the weights of part p.
     Matrix(std::vector<Arena>& arenas, const std::vector<Source>& sources, int unit, int in, int padded_in)
-        : words_(padded_in / Element<T>::PER_UINT32) {
+        : words_(padded_in / Element<T>::PER_WORD) {
         std::vector<const T*> column_weights;
         for (const Source& source : sources) {
             for (int i = 0; i < padded(source.count, unit); i++) {
@@ -119,7 +119,7 @@ class Matrix {
     // Computes one part's columns for all rows. x [rows, padded in]; y [rows, stride], which sums are added to if `add`.
     void product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
 #ifdef __AMX_BF16__
-        if constexpr (Element<T>::PER_UINT32 == 2) {
+        if constexpr (Element<T>::PER_WORD == 2) {
             if (rows == 1) return product_of_row(part, (const uint32_t*)x, y, add);
             return rows ? product_of_tiles(part, (const uint32_t*)x, rows, y, stride, add) : void();
         }
@@ -152,7 +152,7 @@ class Matrix {
     };
 
     Panel pack(Arena& arena, const T* const* columns, int in, int first, int blocks) const {
-        constexpr int PER = Element<T>::PER_UINT32;
+        constexpr int PER = Element<T>::PER_WORD;
         int width = blocks * LANES;
         T* to = (T*)arena.allocate((size_t)words_ * width);
         for (int i = 0; i < words_; i++)
@@ -211,7 +211,7 @@ class Matrix {
             for (int b = 0; b < BLOCKS; b++) weights[b] = load<Uint32s>(w + b * LANES);
             for (int b = 0; b < ahead.blocks; b++) __builtin_prefetch(asked + b * LANES, 0, 2);  // into the L2 cache
             for (int r = 0; r < ROWS; r++) {
-                Uint32s input = all_uint32(x[(size_t)r * words_ + i]);
+                Uint32s input = all_words(x[(size_t)r * words_ + i]);
                 for (int b = 0; b < BLOCKS; b++)
                     sums[r][b] = Element<T>::multiply_add(sums[r][b], weights[b], input);
             }

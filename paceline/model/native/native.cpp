@@ -72,11 +72,11 @@ void paceline_attention_destroy(void* attention) { delete (AnyLayerAttention*)at
 // Writes the tokens that can win each row's draw, as indices into x [rows, vocabulary], and their integers; returns their
 // number. keys [rows, 2]; indices and integers [rows * vocabulary].
 int64_t paceline_draw_candidates(const float* x, int32_t rows, int32_t vocabulary, const uint32_t* keys, const int64_t* largest,
-                        double leniency, int64_t* indices, uint32_t* integers) {
+                                 double leniency, int64_t* indices, uint32_t* integers) {
     int64_t count = 0;
     for (int64_t row = 0; row < rows; row++) {
         int64_t more = draw_candidates_of(x + row * vocabulary, vocabulary, (int)largest[row], keys[2 * row], keys[2 * row + 1],
-                                 leniency, indices + count, integers + count);
+                                          leniency, indices + count, integers + count);
         for (; more; more--) indices[count++] += row * vocabulary;
     }
     return count;

@@ -27,7 +27,7 @@ class _NativeOptions(ctypes.Structure):
 class _AttentionSpec(ctypes.Structure):
     _fields_ = (
         ("rows", RowsSpec),
-        ("scoring", _NativeOptions),
+        ("options", _NativeOptions),
         *((name, Pointer) for name in ("queries", "keys", "values", "cache", "out")),
     )
 

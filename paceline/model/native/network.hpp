@@ -227,9 +227,9 @@ class Network : public AnyNetwork {
 
     void attend(const Layer& layer, int l, int part, int thread) {
         const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * 2 * heads_.key_row();
-        const AttentionOptions scoring = {spec_.scale, spec_.softcap, layer.window,
-                                 layer.sinks.empty() ? nullptr : layer.sinks.data()};
-        scratch_[thread]->attention(pass_->rows, chunks_, part, (int)arenas_.size(), scoring, cache, queries_.data(),
+        const AttentionOptions options = {spec_.scale, spec_.softcap, layer.window,
+                                          layer.sinks.empty() ? nullptr : layer.sinks.data()};
+        scratch_[thread]->attention(pass_->rows, chunks_, part, (int)arenas_.size(), options, cache, queries_.data(),
                                     attended_rows_.data());
     }
 

@@ -9,7 +9,7 @@
 
 namespace paceline {
 
-constexpr int TILE = 16;  // positions whose keys are multiplied together
+constexpr int KEY_TILE = 16;  // positions whose keys are multiplied together
 
 struct Rows {  // part of the C interface; see `RowsSpec` in packed_rows.py
     int32_t count;
@@ -50,8 +50,8 @@ struct VisibleRange {
     VisibleRange(const Rows& rows, int row, int window) {
         end = rows.length(row);
         begin = window && end > window ? end - window : 0;
-        first_tile = begin / TILE;
-        last_tile = (end + TILE - 1) / TILE;
+        first_tile = begin / KEY_TILE;
+        last_tile = (end + KEY_TILE - 1) / KEY_TILE;
     }
 };
 
@@ -60,7 +60,7 @@ struct VisibleRange {
 // repeats its last slot. `prefetch(slot)` is called well before a slot of the table is loaded: slots are scattered.
 template <class Prefetch, class Load, class Use>
 void for_each_tile(const Rows& rows, Chunk chunk, int window, Prefetch prefetch, Load load, Use use) {
-    constexpr int DISTANCE = 2 * TILE;
+    constexpr int DISTANCE = 2 * KEY_TILE;
     int longest = chunk.first, first = INT32_MAX, last = 0;
     for (int r = chunk.first; r < chunk.end; r++) {
         if (rows.prefix_lengths[r] > rows.prefix_lengths[longest]) longest = r;
@@ -68,29 +68,29 @@ void for_each_tile(const Rows& rows, Chunk chunk, int window, Prefetch prefetch,
         first = std::min(first, visible.first_tile);
         last = std::max(last, visible.last_tile);
     }
-    int32_t slots[TILE];
+    int32_t slots[KEY_TILE];
     std::vector<int> together;
     for (int tile = first; tile < last; tile++) {
         auto sees = [&](int r) {
             VisibleRange visible(rows, r, window);
             return visible.first_tile <= tile && tile < visible.last_tile;
         };
-        auto in_table = [&](int r) { return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * TILE; };
+        auto in_table = [&](int r) { return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * KEY_TILE; };
         together.clear();
         for (int r = chunk.first; r < chunk.end; r++)
             if (sees(r) && in_table(r)) together.push_back(r);
         if (!together.empty()) {
             int end = rows.prefix_lengths[longest] - 1;
             const int32_t* table = rows.tables[longest];
-            for (int i = 0; i < TILE; i++) slots[i] = table[std::min(tile * TILE + i, end)];
-            for (int i = 0; i < TILE; i++) prefetch(table[std::min(tile * TILE + DISTANCE + i, end)]);
+            for (int i = 0; i < KEY_TILE; i++) slots[i] = table[std::min(tile * KEY_TILE + i, end)];
+            for (int i = 0; i < KEY_TILE; i++) prefetch(table[std::min(tile * KEY_TILE + DISTANCE + i, end)]);
             load(slots);
             use(together.data(), (int)together.size(), tile);
         }
         for (int r = chunk.first; r < chunk.end; r++) {
             if (!sees(r) || in_table(r)) continue;
             int end = rows.length(r) - 1;
-            for (int i = 0; i < TILE; i++) slots[i] = rows.slot(r, std::min(tile * TILE + i, end));
+            for (int i = 0; i < KEY_TILE; i++) slots[i] = rows.slot(r, std::min(tile * KEY_TILE + i, end));
             load(slots);
             use(&r, 1, tile);
         }

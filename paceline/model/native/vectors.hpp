@@ -32,7 +32,7 @@ inline void store(void* to, V vector) {
     memcpy(to, &vector, sizeof vector);
 }
 inline Floats all(float x) { return x - Floats{}; }
-inline Uint32s all_uint32(uint32_t x) { return x - Uint32s{}; }
+inline Uint32s all_words(uint32_t x) { return x - Uint32s{}; }
 // Prefetches the vector `AHEAD` bytes after this one: products read weights in the order of memory.
 constexpr int AHEAD = 2048;
 inline void prefetch(const uint32_t* vector) { __builtin_prefetch((const char*)vector + AHEAD); }
@@ -51,7 +51,7 @@ struct Element;
 
 template <>
 struct Element<float> {
-    static constexpr int PER_UINT32 = 1;
+    static constexpr int PER_WORD = 1;
     static Floats multiply_add(Floats sum, Uint32s a, Uint32s b) { return sum + (Floats)a * (Floats)b; }
     static Floats widen(const float* from) { return load<Floats>(from); }
     static void narrow(float* to, Floats x) { store(to, x); }
@@ -60,7 +60,7 @@ struct Element<float> {
 
 template <>
 struct Element<bf16> {
-    static constexpr int PER_UINT32 = 2;
+    static constexpr int PER_WORD = 2;
     static Floats multiply_add(Floats sum, Uint32s a, Uint32s b) {
 #ifdef __AVX512BF16__
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
