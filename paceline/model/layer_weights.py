@@ -35,8 +35,6 @@ class DecoderLayerWeights:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    sinks: Tensor | None = None
-    """float32 [query heads]"""
     window: int = 0
     """Positions that a row sees, including its own; 0: all."""
 

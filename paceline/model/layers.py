@@ -188,7 +188,7 @@ class _TorchLayer:
         self, index: int, layer: DecoderLayerWeights, heads: Heads, eps: float, scale: float, sums: AllReduce | None
     ) -> None:
         self._index, self._heads = index, heads
-        self._options, self._eps = AttentionOptions(scale, layer.window, sinks=layer.sinks), eps
+        self._options, self._eps = AttentionOptions(scale, layer.window), eps
         self._into_attention, self._into_mlp = _norm(layer.input_norm, eps), _norm(layer.inner_norm, eps)
         queries_keys = (layer.query, layer.query_bias), (layer.key, layer.key_bias)
         self._qkv = Linear.of_parts(*queries_keys, (layer.value, layer.value_bias))

@@ -43,8 +43,6 @@ class Shape:
     key_heads: int = 2
     head_size: int = 32
     windows: tuple[int, int] = (0, 0)
-    softcap: float = 0.0
-    sinks: bool = False
     biases: bool = False
     head_norms: bool = False
     fusion: str = ""
@@ -63,11 +61,9 @@ SHAPES = {
     "heads of 96": Shape(head_size=96),
     "heads of 256": Shape(head_size=256, query_heads=2),
     "odd widths": Shape(hidden=100, inner=70, head_size=50),
-    "softcap": Shape(softcap=2.0),
-    "sinks": Shape(sinks=True),
     "biases": Shape(biases=True),
     "head norms": Shape(head_norms=True),
-    "everything": Shape(100, 70, 6, 2, 48, (40, 0), 3.0, sinks=True, biases=True, head_norms=True),
+    "everything": Shape(100, 70, 6, 2, 48, (40, 0), biases=True, head_norms=True),
     "fusion": Shape(fusion="token_norm state_norm"),
     "fusion, odd widths": Shape(hidden=100, inner=70, head_size=50, fusion="token_norm state_norm norms_residual"),
     "fusion, plain": Shape(fusion="plain"),
@@ -127,15 +123,13 @@ class Weights:
         if s.head_norms:
             tensors |= {name: self._random(s.head_size, scale=1.0) for name in ("query_norm", "key_norm")}
         tensors |= {name: self._random(s.hidden, scale=1.0) for name in ("input_norm", "inner_norm")}
-        sinks = torch.randn(s.query_heads, generator=self._generator) * 3 if s.sinks else None
-        return DecoderLayerWeights(**tensors, sinks=sinks, window=s.windows[n])
+        return DecoderLayerWeights(**tensors, window=s.windows[n])
 
     def network(self, kind: type = native.NativeNetwork, **options: Any) -> native.NativeNetwork:
         s = self.shape
         width = native.head_width(s.heads) if kind is native.NativeNetwork else None
         cache = KVCache(2, SLOTS, s.heads, self.dtype, torch.device("cpu"), width)
         options |= {"embedding": self.embedding, "norm": self.norm, "head": self.head, "fusion": self.fusion}
-        options |= {"softcap": s.softcap} if s.softcap else {}
         made: native.NativeNetwork = kind(
             self.layers, s.heads, cache, self.rotary, hidden=s.hidden, eps=EPS, scale=s.head_size**-0.5, **options
         )
@@ -183,14 +177,9 @@ class Weights:
         query, key = (self._rotated(heads) for heads in (query, key))
         key, value = (heads.repeat_interleave(s.query_heads // s.key_heads, 1) for heads in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * s.head_size**-0.5
-        if s.softcap:
-            scores = torch.tanh(scores / s.softcap) * s.softcap
         distance = torch.arange(count)[:, None] - torch.arange(count)
         hidden = (distance < 0) | (distance >= (layer.window or count))
-        scores = scores.masked_fill(hidden, -math.inf)
-        if layer.sinks is not None:
-            scores = torch.cat((scores, layer.sinks.double()[:, None, None].expand(-1, count, 1)), -1)
-        weights = scores.softmax(-1)[..., :count]
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         return _product(torch.einsum("hqk,khd->qhd", weights, value).flatten(1), layer, "output")
 
     def _rotated(self, heads: Tensor) -> Tensor:

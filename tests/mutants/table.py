@@ -486,7 +486,7 @@ MUTANTS = (
         "paceline/model/native/attention.hpp",
         "if (sink) totals_[index] += ",
         "if (sink) totals_[index] += 0 * ",
-        NATIVE,
+        ROWS,
     ),
     Mutant(
         "native: rows attend before keys are stored",

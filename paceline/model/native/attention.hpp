@@ -21,9 +21,9 @@ struct Heads {
 
 struct AttentionOptions {  // of one layer; part of the C interface
     float scale;
-    float softcap;       // limit of scores, by tanh; 0: none
-    int32_t window;      // positions that a row sees, including its own; 0: all
-    const float* sinks;  // [query heads]: scores that take part in the softmax without a value; null: none
+    float softcap = 0;             // limit of scores, by tanh; 0: none
+    int32_t window;                // positions that a row sees, including its own; 0: all
+    const float* sinks = nullptr;  // [query heads]: scores that take part in the softmax without a value; null: none
 };
 
 template <class T>

@@ -34,7 +34,7 @@ def head_width(heads: Heads) -> int:
 class _LayerSpec(ctypes.Structure):
     POINTERS = (
         *("input_norm", "query", "key", "value", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
-        *("output", "output_bias", "inner_norm", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "sinks"),
+        *("output", "output_bias", "inner_norm", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"),
     )
     _fields_ = (
         *((name, Pointer) for name in POINTERS),
@@ -54,7 +54,7 @@ class _NetworkSpec(ctypes.Structure):
     )
     _fields_ = (
         *((name, ctypes.c_int32) for name in INTEGERS),
-        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
         *((name, Pointer) for name in POINTERS),
         ("slots", ctypes.c_int64),
         ("sum", Pointer),
@@ -86,7 +86,6 @@ class NativeNetwork:
         hidden: int,
         eps: float,
         scale: float,
-        softcap: float = 0.0,
         embedding: Tensor | None = None,
         norm: Tensor | None = None,
         head: Tensor | None = None,
@@ -94,8 +93,8 @@ class NativeNetwork:
         fusion: StateFusion | None = None,
     ) -> None:
         """Weights are copied, except the embedding [vocabulary, hidden]. `cache`: heads have `head_width`. `scale`: of
-        scores. `softcap`: limit of scores, by tanh; 0: none. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the
-        sum over the ranks that share the layers. `fusion`: passes have states, too. Raises `NativeUnavailableError`.
+        scores. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the sum over the ranks that share the layers.
+        `fusion`: passes have states, too. Raises `NativeUnavailableError`.
         """
         self._native = NativeLibrary.instance()
         self._hidden, self._dtype = hidden, cache.dtype
@@ -128,7 +127,6 @@ class NativeNetwork:
             norms_residual=fused.norms_residual,
             eps=eps,
             scale=scale,
-            softcap=softcap,
             cosines=address(rotary.cosines),
             sines=address(rotary.sines),
             embedding=address(embedding),

@@ -20,7 +20,6 @@ namespace paceline {
 struct LayerSpec {  // part of the C interface; matrices [out, in], all of type T; null for a missing one
     const void *input_norm, *query, *key, *value, *query_bias, *key_bias, *value_bias, *query_norm, *key_norm;
     const void *output, *output_bias, *inner_norm, *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
-    const float* sinks;    // [query heads]
     int32_t window;        // 0: none
     int32_t input_width;   // of attention: H, or twice H padded
 };
@@ -28,7 +27,7 @@ struct LayerSpec {  // part of the C interface; matrices [out, in], all of type 
 struct NetworkSpec {  // part of the C interface
     int32_t is_bf16, layers, hidden, inner, query_heads, key_value_heads, head_size, head_width, positions, vocabulary;
     int32_t has_states, norms_residual;       // whether rows have states; whether x is the normed state
-    float eps, scale, softcap;
+    float eps, scale;
     const float *cosines, *sines;             // [positions, head size / 2]
     const void *embedding, *norm, *head;      // [vocabulary, H], [H], [vocabulary, H]; null for a missing one
     const void *token_norm, *state_norm;      // [H], or null
@@ -109,7 +108,6 @@ class Network : public AnyNetwork {
             inner_norm = vector_of(s.inner_norm, spec.hidden, n.hidden_);
             query_norm = vector_of(s.query_norm, head, width);
             key_norm = vector_of(s.key_norm, head, width);
-            if (s.sinks) sinks.assign(s.sinks, s.sinks + spec.query_heads);
             std::vector<typename Matrix<T>::Source> sources;
             auto add_heads = [&](const void* weights, const void* bias, int count) {
                 for (int i = 0; i < count; i++)
@@ -132,7 +130,7 @@ class Network : public AnyNetwork {
             }
         }
         int window;
-        std::vector<float> input_norm, inner_norm, query_norm, key_norm, sinks, output_bias_after, down_bias_after;
+        std::vector<float> input_norm, inner_norm, query_norm, key_norm, output_bias_after, down_bias_after;
         Matrix<T> qkv, output, gate, up, down;
     };
 
@@ -227,8 +225,7 @@ class Network : public AnyNetwork {
 
     void attend(const Layer& layer, int l, int part, int thread) {
         const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * 2 * heads_.key_row();
-        const AttentionOptions options = {spec_.scale, spec_.softcap, layer.window,
-                                          layer.sinks.empty() ? nullptr : layer.sinks.data()};
+        const AttentionOptions options = {.scale = spec_.scale, .window = layer.window};
         scratch_[thread]->attention(pass_->rows, chunks_, part, (int)arenas_.size(), options, cache, queries_.data(),
                                     attended_rows_.data());
     }
