@@ -4,7 +4,7 @@
     verified    a node that had a row in the forward pass, so that the draw *after* it is known
     accepted    a verified node whose token equals the draw after its parent, all along the path from the root
     bonus       the draw after the last accepted node; it ends every commit, so a commit is never empty
-    committed   the accepted tokens and the bonus token: final, sent to the user
+    committed   the accepted tokens and the bonus token: final, sent to the user, up to where the request ends
 
 The target draws after the root and after every verified node as if there were no draft. Verification follows those
 draws down the tree while they lead to verified nodes. Draft tokens decide only how many tokens one step commits; each

@@ -117,8 +117,8 @@ class DraftManager:
     def receive_growth(self, requests: Mapping[int, DraftedRequest], drawing: Sequence[DraftedRequest]) -> None:
         """Graft growth that has arrived, poll the lookup drafts once, then wait while the schedule says so.
 
-        `drawing`: the requests of the next step if all of them only draw; empty if it computes prompts, which does not
-        wait. A draft in this process runs one round beside prompts; otherwise the schedule decides.
+        `drawing`: the requests of the next step if all of them are expected only to draw; empty if it computes prompts,
+        which does not wait. A draft in this process runs one round beside prompts; otherwise the schedule decides.
         """
         if self._drafting.concurrent or not drawing:
             self._graft_updates(self._drafting.poll(0.0), requests, OWN_DRAFT_SOURCE)

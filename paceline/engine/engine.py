@@ -156,14 +156,14 @@ class Engine:
         self._start_compiled(may_wait=True)
         deltas, self._ended = self._ended, []
         self.stats_due = self._stats_timer.due(start)
-        drawing = list(self._scheduler.drawing())  # a copy: the scheduler's own list changes in the step
-        self._draft_manager.receive_growth(self._requests, drawing)
+        self._draft_manager.receive_growth(self._requests, self._scheduler.expected_to_draw())
         if (layers := tuple(self._drafting.hidden_state_layers)) != self.hidden_layers:
             self._change_hidden_layers(layers)
-            drawing = []
         received = self._clock()
         batch = self._scheduler.schedule()
         self._draft_manager.find_drafts(self._scheduler.running)  # before the pass: drafts can start with the prompt
+        only_draws = all(each.only_draws for each in batch)
+        drawing = [each.request for each in batch] if only_draws else []
         nodes = sum(len(each.nodes) for each in batch)
         if batch:
             deltas += self._run_step(batch)
@@ -293,12 +293,12 @@ class Engine:
         deltas: list[Delta] = []
         if not (is_finite(logits) and is_finite(prompt_logits)):
             batch, logits, prompt_logits, deltas = self._fail_not_finite(batch, logits, prompt_logits)
-        committed = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
+        drawn = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
         prompt_log_probs = score_prompts(batch, prompt_logits)
         seconds = self._clock() - start
         for each in batch:
             self._record_compute(each, start, seconds)
-        return deltas + self._commit_all(batch, logits, committed, prompt_log_probs)
+        return deltas + self._commit_all(batch, logits, drawn, prompt_log_probs)
 
     def _fail_not_finite(
         self, batch: Sequence[ScheduledRequest], logits: Tensor, prompt_logits: Tensor
@@ -340,15 +340,15 @@ class Engine:
         self,
         batch: Sequence[ScheduledRequest],
         logits: Tensor,
-        committed: Sequence[list[int]],
+        drawn: Sequence[list[int]],
         prompt_log_probs: Sequence[list[PromptLogProbs]],
     ) -> list[Delta]:
-        """`committed`: for each request that draws, in order, its accepted tokens and the bonus token.
+        """`drawn`: for each request that draws, in order, its accepted tokens and the bonus token.
 
         `prompt_log_probs`: what each request of the batch sends of its prompt.
         """
         deltas = []
-        row, tokens = 0, iter(committed)  # `row`: the first row of the next request in `logits`
+        row, tokens = 0, iter(drawn)  # `row`: the first row of the next request in `logits`
         for scheduled, scores in zip(batch, prompt_log_probs, strict=True):
             if self.hidden_layers:
                 self._send_hidden_states(scheduled)
@@ -493,7 +493,10 @@ class Engine:
     # Costs and statistics.
 
     def _draft_overhead_tokens(self, drawing: Sequence[Request], seconds: float) -> float:
-        """Tokens that drafting cost each drafted request, in a step of these requests that took `seconds`."""
+        """Tokens that drafting cost each drafted request, in a step that took `seconds`.
+
+        `drawing`: its requests if it computed no prompt tokens, else none.
+        """
         drafted = sum(request.drafted for request in drawing)
         return self._cost.tokens_lost(len(drawing), seconds) / drafted if drafted else 0.0
 

@@ -52,6 +52,11 @@ class ScheduledRequest:
         return self.complete and self.request.max_tokens > 0
 
     @property
+    def only_draws(self) -> bool:
+        """Whether it computes no prompt tokens: the root is the only token that is run."""
+        return self.draws and self.stop - self.start == 1
+
+    @property
     def scored_rows(self) -> range:
         """The tokens whose rows score the token after them."""
         wanted = self.request.rows_to_score
@@ -126,17 +131,21 @@ class Scheduler:
             if scheduled is not None:
                 batch.append(scheduled)
                 rows -= scheduled.stop - scheduled.start
-            turn += self.running[turn : turn + 1] == [request]  # unless the request itself was preempted
+            if turn < len(self.running) and self.running[turn] is request:  # else it was preempted
+                turn += 1
         while rows and (scheduled := self._admit(rows)) is not None:
             batch.append(scheduled)
             rows -= scheduled.stop - scheduled.start
         self._add_draft_nodes(batch, rows)
         return batch
 
-    def drawing(self) -> Sequence[Request]:
-        """The requests of the next step if all of them only draw; empty if it would compute prompt tokens."""
+    def expected_to_draw(self) -> Sequence[Request]:
+        """The requests of the next step if all of them only draw; empty if it is expected to compute prompt tokens.
+
+        A guess, cheaper than `schedule`: it does not know which requests are preempted, nor what the cache has.
+        """
         only_draws = all(request.uncomputed_tokens == 1 for request in self.running) and not self._may_admit()
-        return self.running if only_draws else ()
+        return tuple(self.running) if only_draws else ()
 
     def recompile(self, request: Request) -> None:
         """Stop a running request until its grammar is ready."""
@@ -201,9 +210,13 @@ class Scheduler:
 
     def _admit(self, rows: int) -> ScheduledRequest | None:
         """Start the next waiting request if all its tokens fit. `rows`: left after all running requests."""
-        if not self.waiting or self._full or not self._has_slots(request := self._next_waiting()):
+        if not self.waiting or self._full:
             return None
+        request = self._next_waiting()
         request.attach_prefix(self.pool)
+        if request.uncomputed_tokens > self.pool.free:
+            request.release_slots(self.pool)
+            return None
         request.start()
         self.running.append(request)
         self.waiting.remove(request)

@@ -477,6 +477,19 @@ class TestCosts:
         ]
         assert len(decoding) > 3
 
+    def test_a_step_that_preempts_for_a_prompt_is_not_observed(self, observed: list[tuple[object, ...]]) -> None:
+        """It was expected only to draw: no more requests may run."""
+        target = engine(NoDraftClient(), max_num_seqs=2)
+        for name in ("a", "b"):
+            target.submit(replace(generation_request(name, output=40), client="x"))
+        while not observed:
+            target.step()
+        observed.clear()
+        target.submit(replace(generation_request("c", prompt=30), client="y"))
+        target.step()
+        assert target.last_step.prompt_tokens
+        assert not observed
+
     @pytest.mark.parametrize("drafting", [Script(), NoDraftClient()], ids=["a draft", "no draft"])
     def test_plain_steps_are_observed_with_or_without_draft(
         self, observed: list[tuple[object, ...]], drafting: NoDraftClient

@@ -236,22 +236,22 @@ def test_max_tokens_leaves_room_for_the_bonus_token() -> None:
     assert request(1, 5, output=3).depth_allowed() == 2
 
 
-def test_drawing_is_empty_while_prompts_are_computed() -> None:
+def test_no_request_is_expected_to_draw_while_prompts_are_computed() -> None:
     scheduled = scheduler(rows=16, seqs=2)
     scheduled.waiting += [request(1, 30), request(2, 3), request(3, 3)]
-    assert not scheduled.drawing(), "a prompt is waiting"
+    assert not scheduled.expected_to_draw(), "a prompt is waiting"
     while len(scheduled.running) < 2 or any(each.uncomputed_tokens > 1 for each in scheduled.running):
         step(scheduled)
-        assert scheduled.drawing() or len(scheduled.running) < 2
-    assert scheduled.drawing() == scheduled.running, "the third cannot start yet"
+        assert scheduled.expected_to_draw() or len(scheduled.running) < 2
+    assert scheduled.expected_to_draw() == tuple(scheduled.running), "the third cannot start yet"
 
 
-def test_drawing_is_empty_with_a_half_computed_prompt() -> None:
+def test_no_request_is_expected_to_draw_with_a_half_computed_prompt() -> None:
     scheduled = scheduler(rows=16, seqs=1)
     scheduled.waiting += [request(1, 30), request(2, 3)]
     step(scheduled)
     assert keys(scheduled.running) == [1]
-    assert not scheduled.drawing()
+    assert not scheduled.expected_to_draw()
 
 
 def test_forecast() -> None:

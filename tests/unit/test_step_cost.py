@@ -237,15 +237,15 @@ class TestCalibration:
             calibration.observe(cell(0.42, rank=1), i % 5 > 2)
         assert calibrated(calibration, 0.42, rank=2, depth=9) == pytest.approx(0.6, abs=0.03)
         for _ in range(3):
-            calibration.observe(cell(0.42, rank=2, depth=9), accepted=False)
+            calibration.observe(cell(0.42, rank=2, depth=9), drawn=False)
         assert 0.3 < calibrated(calibration, 0.42, rank=2, depth=9) < 0.5, "a few observations weigh little"
 
     def test_it_follows_a_draft_that_changes(self) -> None:
         calibration = Calibration()
         for _ in range(100_000):
-            calibration.observe(cell(0.7), accepted=True)
+            calibration.observe(cell(0.7), drawn=True)
         for _ in range(200):
-            calibration.observe(cell(0.7), accepted=False)
+            calibration.observe(cell(0.7), drawn=False)
         assert calibrated(calibration, 0.7) < 0.15
         assert calibrated(calibration, 0.7, rank=1) < 0.15, "the bin follows, too"
 
@@ -269,7 +269,7 @@ class TestCalibration:
             calibration.observe(cell(0.42, rank, depth), outcome)
         before = calibrated(calibration, 0.42, *cell_key)
         assert calibrated(calibration, 0.41, *cell_key) <= before <= calibrated(calibration, 0.44, *cell_key)
-        calibration.observe(cell(0.42, *cell_key), accepted=accepted)
+        calibration.observe(cell(0.42, *cell_key), drawn=accepted)
         after = calibrated(calibration, 0.42, *cell_key)
         assert after >= before if accepted else after <= before
 
@@ -293,7 +293,7 @@ class TestCalibration:
         assert calibrated(calibration, 0.52, rank=1) < 0.1
         assert sum(calibration.drafted) == 2 * Calibration.MAX_COUNT
         for _ in range(500):
-            calibration.observe(cell(0.52), accepted=False)
+            calibration.observe(cell(0.52), drawn=False)
         assert calibrated(calibration, 0.52) < 0.2
 
     @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (20, 20), (239, 239), (480, 480), (240, 20), (20, 240)])

@@ -48,7 +48,9 @@ class Calibration:
 
     def __init__(self) -> None:
         self.drafted = [0.0] * self.CELLS
+        """By cell, the nodes whose parent the target drew, whether or not they had a row."""
         self.accepted = [0.0] * self.CELLS
+        """Those of them whose token the target drew."""
         self._bin_drafted = [0.0] * self.BINS
         self._bin_accepted = [0.0] * self.BINS
         self.cache = CalibrationCache(self._calibrated)
@@ -73,8 +75,8 @@ class Calibration:
         rate = (self.accepted[cell] + self.PRIOR_WEIGHT * rate) / (self.drafted[cell] + self.PRIOR_WEIGHT)
         return cell, math.log(rate) if 1e-9 < rate < 1.0 else math.log(min(max(rate, 1e-9), 1.0))
 
-    def observe(self, cell: int, accepted: bool) -> None:
-        """Count a node of this cell whose parent the target drew. `accepted`: it drew the node's token, too."""
+    def observe(self, cell: int, drawn: bool) -> None:
+        """Count a node of this cell whose parent the target drew. `drawn`: it drew the node's token, too."""
         self.cache.clear()
         by_cell = self.drafted, self.accepted, cell
         by_bin = self._bin_drafted, self._bin_accepted, cell // self.CELLS_PER_BIN
@@ -84,7 +86,7 @@ class Calibration:
                 hits[i] *= (self.MAX_COUNT - 1) / count
                 count = self.MAX_COUNT - 1
             drafted[i] = count + 1
-            hits[i] += accepted
+            hits[i] += drawn
 
     @classmethod
     def by_bin(cls, counts: Sequence[float]) -> list[float]:
