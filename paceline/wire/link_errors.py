@@ -1,12 +1,13 @@
 """Errors between services.
 
 LinkError
-├── WireError           a peer broke a rule of the contract; its link is closed
+├── WireError           a message breaks a rule of the contract: it is not sent, or the link it came by is closed
 ├── Congested           a peer does not read what it is sent; its link is closed
 ├── PeerIdentityError   a client's certificate names a service that may not call this one
 ├── Draining            this worker takes no new requests
 ├── EngineDeadError     this worker's model process died; its links are closed
 └── ReplayElsewhere     a target no longer serves a request; replay it on another target
+    ├── NotSubmitted        the target left before the request was sent to it
     ├── HandedOver          the target drains and gave the request back: nothing is lost
     └── TargetLost          the target died, or its link broke
         └── TargetEngineDied    the target's engine died while it served the request
@@ -39,6 +40,10 @@ class EngineDeadError(LinkError):
 
 class ReplayElsewhere(LinkError):
     """The target no longer serves this request. The tokens it sent are valid; another target can continue."""
+
+
+class NotSubmitted(ReplayElsewhere):
+    """The target left before the request was sent to it."""
 
 
 class HandedOver(ReplayElsewhere):

@@ -25,7 +25,15 @@ from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
 from paceline.wire.channels import SUBMIT_FRAME_BYTES, open_channel
 from paceline.wire.credentials import TARGET
-from paceline.wire.link_errors import Congested, HandedOver, ReplayElsewhere, TargetEngineDied, TargetLost, WireError
+from paceline.wire.link_errors import (
+    Congested,
+    HandedOver,
+    NotSubmitted,
+    ReplayElsewhere,
+    TargetEngineDied,
+    TargetLost,
+    WireError,
+)
 from paceline.wire.outbox import Outbox
 from paceline.wire.target_codec import decode_delta, decode_load, decode_target_description, encode_request
 
@@ -85,16 +93,17 @@ class TargetLink:
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Run a request and yield its deltas; the last one has a finish reason.
 
-        Leaving early (`aclose`, cancellation) cancels the request at the target. Raises `TargetLost` if the link breaks
-        first, `HandedOver` if the target drains: submit the request to another target, with the tokens so far as
-        `committed`. Raises `WireError` if a value does not fit the contract, `ValueError` if the request id is in use.
+        Leaving early (`aclose`, cancellation) cancels the request at the target. Raises `NotSubmitted` if the link is
+        lost already, `TargetLost` if it breaks first, `HandedOver` if the target drains: submit the request to another
+        target, with the tokens so far as `committed`. Raises `WireError` if a value does not fit the contract,
+        `ValueError` if the request id is in use.
         """
         await self._outbox.wait_for_capacity()  # many large requests at once would break the link
         if request.request_id in self._queues:
             raise ValueError(f"request {request.request_id} already runs on this link")
         self._send(pb.SubmitFrame(submits=[_encode_checked(request)]))
         if self.lost:
-            raise TargetLost(f"target {self.address} is lost")
+            raise NotSubmitted(f"target {self.address} is lost")
         stream: asyncio.Queue[Delta | ReplayElsewhere] = asyncio.Queue()
         self._queues[request.request_id] = stream
         ended = False
@@ -143,6 +152,9 @@ class TargetLink:
             kind = TargetEngineDied if error.code() == grpc.StatusCode.ABORTED else TargetLost
         except WireError as error:
             reason = f"it broke the contract: {error}"
+        except Exception as error:
+            reason = f"this end failed: {error!r}"
+            raise
         finally:
             self._lose(reason, kind)
             call.cancel()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from paceline.core.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest
 from paceline.telemetry.gateway_metrics import RequestMetrics
 from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
-from paceline.wire.link_errors import ReplayElsewhere, TargetEngineDied, TargetLost, WireError
+from paceline.wire.link_errors import NotSubmitted, ReplayElsewhere, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.prefix_index import block_hashes
@@ -175,7 +175,8 @@ class FailoverRequest:
             )
         if self._losses > MAX_TARGET_LOSSES:
             raise GenerationError(f"{self._losses} targets were lost while they served this request")
-        self._replays = True
+        # A replay that found no target counts when it finds one.
+        self._replays |= not isinstance(error, NotSubmitted)
 
     async def _run_on(
         self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int]
@@ -199,10 +200,11 @@ class FailoverRequest:
                 ):
                     if self._engine_deaths:
                         await quarantine.enter_async_context(target.quarantine)
-                        if not target.up:  # it ran nothing of this request: no loss to be counted
-                            raise ReplayElsewhere(f"target {target.record.worker_id} left before the request's turn")
+                        if not target.up:
+                            raise NotSubmitted(f"target {target.record.worker_id} left before the request's turn")
                     async for delta in deltas:
-                        stats, delta.numerics = delta.speculation, target.numerics
+                        stats = delta.speculation
+                        delta.numerics = target.numerics
                         self._raise_error_of(delta)
                         self._scored_prompt.take(delta)
                         self._committed += delta.tokens

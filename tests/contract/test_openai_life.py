@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from paceline.core.messages import GenerationRequest
+from paceline.core.messages import Delta, GenerationRequest
 from paceline.state.embedded_redis import EmbeddedRedis
+from paceline.wire.link_errors import NotSubmitted
+from paceline.wire.target_link import TargetLink
 from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.failover import MAX_TARGET_LOSSES
 from tests.helpers.openai_stack import (
@@ -164,6 +166,23 @@ async def test_a_request_is_handed_over_any_number_of_times_but_not_lost_with_to
             assert f'paceline_replays_total{{model_name="pydoc"}} {MAX_TARGET_LOSSES:.1f}' in await stack.metrics()
         else:
             assert answer.json()["choices"][0]["text"] == expected
+
+
+async def test_a_target_that_left_before_it_was_asked_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, submit = MAX_TARGET_LOSSES + 1, TargetLink.submit
+
+    def submit_late(link: TargetLink, request: GenerationRequest) -> AsyncGenerator[Delta]:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise NotSubmitted("the target left")
+        return submit(link, request)
+
+    monkeypatch.setattr(TargetLink, "submit", submit_late)
+    async with open_stack(counts) as stack:
+        await stack.text(**LONG)
+        assert left < 0
+        assert "paceline_replays_total{" not in await stack.metrics()
 
 
 async def test_a_request_that_kills_engines_ends_and_its_neighbours_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.config import SamplingParams
 from paceline.core.messages import FinishReason, GenerationRequest
 from paceline.v1 import target_pb2, target_pb2_grpc
-from paceline.wire.link_errors import HandedOver, TargetLost, WireError
+from paceline.wire.link_errors import HandedOver, NotSubmitted, TargetLost, WireError
 from paceline.wire.target_codec import encode_request
 from paceline.wire.target_link import TargetLink
 from tests.helpers.targets import NEVER_ENDS, VOCABULARY, collect, generation_request, linked, target_worker
@@ -85,6 +85,8 @@ async def test_closing_a_link_cancels_its_requests() -> None:
         with pytest.raises(TargetLost):
             async for _ in deltas:
                 pass
+        with pytest.raises(NotSubmitted):
+            await anext(link.submit(generation_request()))
         await until(lambda: worker.requests.running == {} and not worker.engine.busy)
 
 

@@ -122,10 +122,11 @@ class Fleet:
         `blocks`: the block hashes of the request's tokens. Preferred, however busy, are first targets other than
         `refused_by`, then those with `numerics`, which are those of the target that drew the request's latest token.
         """
-        usable = self._usable(request.needed_capabilities)  # required; each line below only prefers, the first most
+        usable = self._usable(request.needed_capabilities)
+        session = session_home(list(usable), request.session, request.cache_salt)
+        # Each of these lines only prefers, the first most. `numerics` None: of no target, so all stay.
         usable = {key: target for key, target in usable.items() if target is not refused_by} or usable
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
-        session = session_home(list(usable), request.session, request.cache_salt)
         candidates = {
             key: target.candidate(blocks, self.request_cost, session=key == session) for key, target in usable.items()
         }

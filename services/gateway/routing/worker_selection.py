@@ -77,8 +77,8 @@ def session_home(names: Sequence[str], session: str, salt: str = "") -> str | No
 def best_target(candidates: Mapping[str, TargetCandidate], prompt: Sequence[int], salt: str = "") -> str | None:
     """The name of the target for `prompt`; None without candidates.
 
-    Where no target is known to have the prompt cached, its first tokens are assumed to be cached at the target that a
-    hash of them names, the prefix home. So all gateways choose the same target without communication.
+    The prompt's first `PREFIX_TOKENS` tokens are assumed to be cached at the target that a hash of them names, the
+    prefix home. So all gateways choose the same target without communication.
     """
     known = [each.rows_per_s for each in candidates.values() if each.rows_per_s]
     mean_rows_per_s = fmean(known) if known else 1.0
