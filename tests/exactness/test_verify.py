@@ -14,7 +14,7 @@ from paceline.core.strategies import BUILDERS
 from paceline.core.tree import ROOT, TokenTree
 from paceline.core.verify import follow_draws
 
-ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
+METHODS = Path(__file__).parents[2] / "docs/methods.md"
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_the_root_and_each_verified_node_have_one_draw(tree: TokenTree, draws: l
         follow_draws(tree, tree.match([1]), draws)
 
 
-def test_every_strategy_has_a_verifier_and_a_line_in_the_architecture() -> None:
+def test_every_strategy_has_a_verifier_and_a_line_in_the_docs() -> None:
     assert BUILDERS.keys() == STRATEGIES.keys() == set(get_args(StrategyName))
-    ways = ARCHITECTURE.read_text().split("## Ways to verify")[1].split("\n## ")[0]
+    ways = METHODS.read_text().split("## Ways to verify")[1].split("\n## ")[0]
     assert STRATEGIES.keys() <= set(re.findall(r"^\| `([a-z-]+)` \|", ways, re.MULTILINE))
 
 
