@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 class GenerationRequest:
     """One completion to generate: from the gateway's API to the engine, and on the wire between them.
 
-    The fields from `session` on belong to the gateway: the wire does not carry them.
+    The wire does not carry the last fields: they belong to the gateway.
     """
 
     request_id: str
@@ -50,6 +50,9 @@ class GenerationRequest:
     """The span above those of this request, see `paceline.telemetry.tracing`. "": the request is not traced."""
     return_tree: bool = False
     """Whether deltas carry the trees that were verified."""
+
+    # Of the gateway alone.
+
     session: str = ""
     """The conversation that the request belongs to; "": none."""
     needed_capabilities: frozenset[str] = frozenset()
@@ -212,8 +215,7 @@ GRAMMAR_ERROR = "grammar: "
 class Delta:
     """New tokens of one request. `accepted[i]`: token i was drafted, and is not the target's bonus token.
 
-    `paceline.output_processor` fills in the text, where tokens become text: the wire does not carry it, nor the
-    numerics.
+    The wire does not carry the last fields: the gateway fills them in, most of them by `paceline.output_processor`.
     """
 
     request_id: str
@@ -230,6 +232,9 @@ class Delta:
     """In order of position. The tokens after a part of the prompt come with it or later."""
     trees: list[VerifiedTree] = field(default_factory=list)
     """One for each step, if the request asks for them."""
+
+    # Of the gateway alone.
+
     text: str = ""
     """It may lag behind the tokens: a character may be incomplete, a stop string may have begun."""
     events: list[Event] = field(default_factory=list)

@@ -21,7 +21,7 @@ BUILDERS: Mapping[str, Callable[[SpeculativeConfig], Verifier]] = {
     "typical-acceptance": lambda config: TypicalAcceptance(config.posterior_threshold, config.posterior_alpha),
     "logit-comparison": lambda config: LogitComparison(config.logit_comparison_eps),
 }
-"""A verifier for each row of `paceline.config.STRATEGIES`."""
+"""A verifier for each row of `paceline.config.STRATEGIES`. `greedy` differs by `Strategy.effective_params`."""
 
 
 def make_verifier(config: SpeculativeConfig) -> Verifier:
