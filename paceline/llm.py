@@ -91,7 +91,7 @@ class LLM:
         drafting = self._drafting(speculation, self.config)
         lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
         self.speculation = speculation
-        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, lookups=lookups)
+        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, lookup_clients=lookups)
 
     def generate(
         self,

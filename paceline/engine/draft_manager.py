@@ -24,8 +24,8 @@ class DraftManager:
 
     def __init__(
         self,
-        drafting: DraftClient,
-        lookup_drafts: Sequence[DraftClient],
+        draft_client: DraftClient,
+        lookup_clients: Sequence[DraftClient],
         strategy: str,
         schedule: DraftSchedule,
         vocabulary_size: int,
@@ -34,7 +34,7 @@ class DraftManager:
         gated: bool,
         sampled_drafts: bool = False,
     ) -> None:
-        """`drafting` finds each request a draft; `lookup_drafts` also draft for every request. `strategy`: by name.
+        """`draft_client` finds each request a draft; those of lookups draft for every request. `strategy`: by name.
 
         `gated`: whether drafts that do not pay are paused, and all drafts learn `least_path_probability`.
         `sampled_drafts`: see `Strategy`.
@@ -43,8 +43,8 @@ class DraftManager:
         """Nodes received since the engine last reset this."""
         self.grafted = 0
         """Those of them that joined a tree."""
-        self._drafting = drafting
-        self._lookup_drafts = lookup_drafts
+        self._draft_client = draft_client
+        self._lookup_clients = lookup_clients
         self._strategy = strategy
         self._schedule = schedule
         self._vocabulary_size = vocabulary_size
@@ -60,15 +60,15 @@ class DraftManager:
         """Open a draft for each request that has none and has not looked for one lately."""
         now = self._clock()
         for request in requests:
-            if request.speculative and not request.lookups_opened:
+            if request.speculates and not request.lookups_opened:
                 request.lookups_opened = True
-                for lookup in self._lookup_drafts:
+                for lookup in self._lookup_clients:
                     lookup.open(self._opening(request), ())
-        seeking = [r for r in requests if r.speculative and r.draft is None and r.retry_draft_at <= now]
+        seeking = [r for r in requests if r.speculates and r.draft is None and r.retry_draft_at <= now]
         for request in seeking:
             request.tree.forget_ids()
             request.hidden_states_sent = 0
-            request.draft = self._drafting.open(self._opening(request), request.draft_addresses)
+            request.draft = self._draft_client.open(self._opening(request), request.draft_addresses)
             request.retry_draft_at = now + DRAFT_RETRY_S
             if request.draft is not None:
                 request.stats.drafts.append(request.draft)
@@ -76,25 +76,25 @@ class DraftManager:
                     gate = self._gate_of[request.key] = self._gate_for(request.draft)
                     gate.add(request)
         if seeking:
-            self._drafting.flush()
+            self._draft_client.flush()
 
     def context(self, context: Context) -> None:
-        self._drafting.context(context)
+        self._draft_client.context(context)
 
     def commit(self, commit: Commit) -> None:
-        self._drafting.commit(commit)
-        for lookup in self._lookup_drafts:
+        self._draft_client.commit(commit)
+        for lookup in self._lookup_clients:
             lookup.commit(commit)
 
     def close(self, key: int) -> None:
         self._leave_gate(key)
-        self._drafting.close(key)
-        for lookup in self._lookup_drafts:
+        self._draft_client.close(key)
+        for lookup in self._lookup_clients:
             lookup.close(key)
 
     def flush(self) -> None:
         """Send all queued messages."""
-        self._drafting.flush()
+        self._draft_client.flush()
 
     def record_accepted(self, request: DraftedRequest, accepted: int) -> None:
         """The step accepted this many tokens of a request's draft."""
@@ -120,17 +120,17 @@ class DraftManager:
         `drawing`: the requests of the next step if all of them are expected only to draw; empty if it computes prompts,
         which does not wait. A draft in this process runs one round beside prompts; otherwise the schedule decides.
         """
-        if self._drafting.concurrent or not drawing:
-            self._graft_updates(self._drafting.poll(0.0), requests, OWN_DRAFT_SOURCE)
-        for source, lookup in enumerate(self._lookup_drafts, OWN_DRAFT_SOURCE + 1):
+        if self._draft_client.concurrent or not drawing:
+            self._graft_updates(self._draft_client.poll(0.0), requests, OWN_DRAFT_SOURCE)
+        for source, lookup in enumerate(self._lookup_clients, OWN_DRAFT_SOURCE + 1):
             self._graft_updates(lookup.poll(0.0), requests, source)
 
         def receive(timeout_s: float) -> bool:
-            updates = self._drafting.poll(timeout_s)
+            updates = self._draft_client.poll(timeout_s)
             self._graft_updates(updates, requests, OWN_DRAFT_SOURCE)
             return bool(updates) and updates.may_continue
 
-        if any(request.drafted and request.depth_allowed() > 0 for request in drawing):
+        if any(request.draft_active and request.depth_allowed() > 0 for request in drawing):
             self._schedule.wait(drawing, receive)
 
     def _graft_updates(self, updates: PollResult, requests: Mapping[int, DraftedRequest], source: int) -> None:
@@ -161,14 +161,14 @@ class DraftManager:
         return request.opening(self._strategy, self._schedule.depth_factor, self._schedule.least_path_probability)
 
     def _send_limit(self, request: DraftedRequest) -> None:
-        self._drafting.limit(request.limit(self._schedule.depth_factor, self._schedule.least_path_probability))
+        self._draft_client.limit(request.limit(self._schedule.depth_factor, self._schedule.least_path_probability))
 
     def _gate_for(self, draft: str) -> DraftGate:
         if draft not in self._gates:
             idle = [name for name, gate in self._gates.items() if not gate.requests]
             for name in idle[: max(0, len(self._gates) - MAX_IDLE_GATES)]:
                 del self._gates[name]
-            pause_below = None if self._drafting.concurrent else DraftGate.PAUSE_LOCAL_BELOW
+            pause_below = None if self._draft_client.concurrent else DraftGate.PAUSE_LOCAL_BELOW
             self._gates[draft] = DraftGate(self._send_limit, pause_below)
         return self._gates[draft]
 

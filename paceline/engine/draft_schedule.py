@@ -61,7 +61,7 @@ class LockstepSchedule:
         return False
 
     def _is_short(self, request: DraftedRequest) -> bool:
-        return request.drafted and request.tree.height(request.candidate_nodes()) < request.depth_allowed()
+        return request.draft_active and request.tree.height(request.candidate_nodes()) < request.depth_allowed()
 
 
 class CostAwareSchedule:
@@ -117,7 +117,7 @@ class InlineSchedule(CostAwareSchedule):
     def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
         drafting_s = 0.0
         now = draft_frontier(drawing)
-        while not (started := all(r.draft_started for r in drawing if r.drafted)) or self._round_pays(
+        while not (started := all(r.draft_started for r in drawing if r.draft_active)) or self._round_pays(
             now, drawing, drafting_s
         ):
             start = self._clock()
@@ -167,7 +167,7 @@ def forecast_step(drawing: Sequence[DraftedRequest], cost: StepCost) -> StepFore
     for request in drawing:
         nodes = request.candidate_nodes()
         paths += map(request.tree.path_log_probs.__getitem__, nodes)
-        if request.drafted:
+        if request.draft_active:
             drafted += 1
             heights += request.tree.height(nodes)
     paths.sort(reverse=True)
@@ -197,7 +197,7 @@ class DraftFrontier:
 def draft_frontier(drawing: Sequence[DraftedRequest]) -> DraftFrontier:
     """The frontier of the drafted requests among these."""
     own, deepest, covered = 0.0, 0.0, 0.0
-    for request in filter(lambda each: each.drafted, drawing):
+    for request in filter(lambda each: each.draft_active, drawing):
         tree = request.tree
         probs = {node: math.exp(tree.path_log_probs[node]) for node in request.candidate_nodes()}
         own_probs = {node: prob for node, prob in probs.items() if tree.guessed_by(OWN_DRAFT_SOURCE, node)}

@@ -63,11 +63,11 @@ class DraftedRequest:
         return self.generation_request.draft_addresses
 
     @property
-    def speculative(self) -> bool:
+    def speculates(self) -> bool:
         return self.max_depth > 0
 
     @property
-    def drafted(self) -> bool:
+    def draft_active(self) -> bool:
         """Whether draft tokens may be on their way."""
         return self.draft is not None and not self.paused
 

@@ -60,50 +60,50 @@ class Engine:
         self,
         model: Model,
         config: EngineConfig,
-        speculation: SpeculativeConfig,
-        drafting: DraftClient,
+        speculative_config: SpeculativeConfig,
+        draft_client: DraftClient,
         cost: RowCost,
         clock: Clock = time.perf_counter,
-        lookups: Sequence[DraftClient] = (),
+        lookup_clients: Sequence[DraftClient] = (),
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`cost`: of a pass, by `paceline.model.row_probe.measure_row_cost`. `lookups`: lookup drafts, which draft for
-        every request. `grammars`: default by the model's name."""
+        """`cost`: of a pass, by `paceline.model.row_probe.measure_row_cost`. `lookup_clients`: of the lookups, which
+        draft for every request. `grammars`: default by the model's name."""
         self.model = model
-        sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(lookups))
+        sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(lookup_clients))
         self.calibrations = {(source, greedy): Calibration() for source in sources for greedy in (True, False)}
         """By source, and by whether the request is greedy: noise changes what a draft's probabilities mean."""
-        self.hidden_layers = tuple(drafting.hidden_state_layers)
+        self.hidden_layers = tuple(draft_client.hidden_state_layers)
         """Layers whose hidden states are kept for drafts."""
         self.rows_per_s = config.max_num_batched_rows / cost(config.max_num_batched_rows)
         """Of full passes."""
         self.last_step = StepStats(0.0, 0, 0, 0, model.slots)
         self.stats_due = False
         """Whether the last step's deltas carry statistics. Final deltas always do."""
-        self._speculation = speculation
-        self._methods = (speculation.method, *speculation.beside)
+        self._speculative_config = speculative_config
+        self._methods = (speculative_config.method, *speculative_config.beside)
         """By source of a node."""
-        self._strategy = speculation.strategy
-        self._verifier = make_verifier(speculation)
+        self._strategy = speculative_config.strategy
+        self._verifier = make_verifier(speculative_config)
         if self._strategy.warning:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.warning)
         self._clock = clock
         self._cost = StepCost(cost)
-        lockstep = speculation.draft_schedule == "lockstep"
-        self._drafting = drafting
+        lockstep = speculative_config.draft_schedule == "lockstep"
+        self._draft_client = draft_client
         self._draft_manager = DraftManager(
-            drafting,
-            lookups,
-            speculation.rejection_sampling_strategy,
-            make_draft_schedule(drafting.concurrent, lockstep, self._cost, clock),
+            draft_client,
+            lookup_clients,
+            speculative_config.rejection_sampling_strategy,
+            make_draft_schedule(draft_client.concurrent, lockstep, self._cost, clock),
             model.vocabulary_size,
             clock,
-            gated=speculation.row_budget and not lockstep,
+            gated=speculative_config.row_budget and not lockstep,
             sampled_drafts=self._strategy.sampled_drafts,
         )
         self._grammars = grammars or GrammarCompiler.of(model.name, model.vocabulary_size)
         self._hidden = HiddenStates(model.slots)
-        node_cost = self._cost if speculation.row_budget else StepCost(FREE_ROWS)
+        node_cost = self._cost if speculative_config.row_budget else StepCost(FREE_ROWS)
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), node_cost)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
@@ -157,7 +157,7 @@ class Engine:
         deltas, self._ended = self._ended, []
         self.stats_due = self._stats_timer.due(start)
         self._draft_manager.receive_growth(self._requests, self._scheduler.expected_to_draw())
-        if (layers := tuple(self._drafting.hidden_state_layers)) != self.hidden_layers:
+        if (layers := tuple(self._draft_client.hidden_state_layers)) != self.hidden_layers:
             self._change_hidden_layers(layers)
         received = self._clock()
         batch = self._scheduler.schedule()
@@ -216,7 +216,7 @@ class Engine:
             tree,
             max_tokens=max_tokens,
             # Without a second token of output there is no guess to verify.
-            limits=self._speculation.limits(generation_request.speculative) if max_tokens > 1 else (0, 0),
+            limits=self._speculative_config.limits(generation_request.speculative) if max_tokens > 1 else (0, 0),
             calibrations=calibrations,
             arrived=self._clock(),
         )
@@ -466,7 +466,7 @@ class Engine:
         request = scheduled.request
         start = request.hidden_states_sent
         stop = min(scheduled.stop - scheduled.draws, start + MAX_HIDDEN_STATES_SENT)
-        if request.drafted and start < stop:
+        if request.draft_active and start < stop:
             states = self._hidden.gather(request.slot_table.slots[start:stop])
             self._draft_manager.context(Context(request.key, start, states))
             request.hidden_states_sent = stop
@@ -497,14 +497,14 @@ class Engine:
 
         `drawing`: its requests if it computed no prompt tokens, else none.
         """
-        drafted = sum(request.drafted for request in drawing)
+        drafted = sum(request.draft_active for request in drawing)
         return self._cost.tokens_lost(len(drawing), seconds) / drafted if drafted else 0.0
 
     def _observe_step_cost(self, drawing: Sequence[Request], nodes: int, seconds: float) -> None:
         """`seconds`: of the step after growth was received."""
         self._cost.observe(len(drawing) + nodes, seconds, nodes)
         if not nodes:
-            self._cost.observe_plain(len(drawing), seconds, drafted=any(request.drafted for request in drawing))
+            self._cost.observe_plain(len(drawing), seconds, drafted=any(request.draft_active for request in drawing))
 
     def _record_step_stats(self, batch: Sequence[ScheduledRequest], deltas: Sequence[Delta], seconds: float) -> None:
         self.last_step = StepStats(

@@ -206,7 +206,7 @@ class PooledDrafts:
         for request in drawing:
             start = request.hidden_states_sent
             stop = min(len(request.tokens) - 1, start + MAX_HIDDEN_STATES_SENT)
-            if request.drafted and start < stop:
+            if request.draft_active and start < stop:
                 self._manager.context(Context(request.key, start, self._gather(request.row, start, stop)))
                 request.hidden_states_sent = stop
 
@@ -224,7 +224,7 @@ class PooledDrafts:
 
     def _observe_step(self, requests: Sequence[ChainRequest], only_draws: bool, called_at: float) -> None:
         """Judge the drafts. Learn what the last step cost, unless it computed prompts or had other requests."""
-        drafted, lost = sum(request.drafted for request in requests), 0.0
+        drafted, lost = sum(request.draft_active for request in requests), 0.0
         if only_draws and requests == self._proposed:
             if self._learned.observe(self._proposed_rows, called_at - self._returned_at):
                 self._cost.passes = self._learned.cost

@@ -419,7 +419,7 @@ def _engine(llm: LLM, config: SpeculativeConfig, stopwatch: Stopwatch) -> tuple[
         loopback.connect(speculator)
     lookups = [LocalDraftClient(each) for each in build_lookups(config)]
     model: Any = TimedCalls(llm.model, ["run"], stopwatch, "pass")
-    return Engine(model, llm.config, config, drafting, llm.cost, lookups=lookups), loopback
+    return Engine(model, llm.config, config, drafting, llm.cost, lookup_clients=lookups), loopback
 
 
 def _models(size: str, method: str, folder: Path) -> tuple[str, SpeculativeConfig]:

@@ -55,7 +55,7 @@ def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation:
     drafting = build_drafting(model, pipe, speculation, config)
     cost = measure_row_cost(model, config.max_num_batched_rows)
     lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
-    return Engine(model, config, speculation, drafting, cost, lookups=lookups)
+    return Engine(model, config, speculation, drafting, cost, lookup_clients=lookups)
 
 
 def load_model(name: str, config: EngineConfig) -> Model:

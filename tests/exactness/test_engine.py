@@ -90,7 +90,7 @@ def engine(
 ) -> Engine:
     config = EngineConfig(slots=max(model.slots, 256), **settings)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=depth, max_tree_nodes=nodes)
-    return Engine(model, config, speculation, source, FREE, lookups=lookups)
+    return Engine(model, config, speculation, source, FREE, lookup_clients=lookups)
 
 
 def generation_requests() -> list[GenerationRequest]:

@@ -56,7 +56,7 @@ def draft_model(disagreement: float = 0.5, kind: type[DraftModelSpeculator] = Dr
 
 def engine(drafting: DraftClient, lookups: Sequence[DraftClient] = (), model: Model = TABLE, **keys: object) -> Engine:
     speculation = SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4, **keys})
-    return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, lookups=lookups)
+    return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, lookup_clients=lookups)
 
 
 def generation_requests(count: int, length: int = LENGTH, **settings: object) -> list[GenerationRequest]:

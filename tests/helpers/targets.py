@@ -85,7 +85,7 @@ async def target_worker(
         drafting = RemoteDraftClient(pipe)
         speculation = speculation or SpeculativeConfig()
         lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
-        engine = Engine(model, config, speculation, drafting, FREE, lookups=lookups)
+        engine = Engine(model, config, speculation, drafting, FREE, lookup_clients=lookups)
         requests = RequestLog()
         options = argparse.Namespace(worker_id="t", served_model_name="tested", labels=[])
         description = target_description(model_facts(engine, speculation), options)

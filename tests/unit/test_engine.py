@@ -133,7 +133,7 @@ def engine(
     speculative = SpeculativeConfig.model_validate(defaults | (speculation or {}))
     config = EngineConfig(slots=SLOTS, **settings)
     clocks = {} if clock is None else {"clock": clock}
-    return Engine(model or table(), config, speculative, drafting, cost, lookups=lookups, **clocks)
+    return Engine(model or table(), config, speculative, drafting, cost, lookup_clients=lookups, **clocks)
 
 
 def local(disagreement: float = 0.2, width: int = 2, slots: int = SLOTS) -> LocalDraftClient:
