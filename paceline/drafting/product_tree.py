@@ -28,7 +28,7 @@ def draw_rows(history: History, position: int, count: int) -> list[SamplingRow]:
 def grow_product_tree(
     tree: TokenTree, distributions: Sequence[RankedTokens], most: int, least_path_log_prob: float
 ) -> list[int]:
-    """Add the `most` likeliest nodes with a path log-probability above `floor`; return them.
+    """Add the `most` likeliest nodes with a path log-probability above `least_path_log_prob`; return them.
 
     Every node at depth d, new or not, gets children from `distributions[d]`.
     """
