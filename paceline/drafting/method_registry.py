@@ -84,8 +84,8 @@ def build_speculator(
         raise ValueError("method pool is for targets: give this draft worker a method or a model")
     if method not in METHODS:
         raise ValueError(f"method {method!r} drafts nothing")
-    inputs = MethodInputs(config, engine, target_parts, target_model)
-    speculator = _build(method, inputs)
+    inputs = MethodInputs(_chains_if_sampled(config), engine, target_parts, target_model)
+    speculator = _build(inputs)
     if METHODS[method].kind in ("model", "head") and config.vocabulary_mapping == "none":
         from paceline.grammar.grammar_state import GrammarCompiler
 
@@ -95,11 +95,16 @@ def build_speculator(
 
 
 def build_lookups(config: SpeculativeConfig) -> list[Speculator]:
-    """The speculators of `config.beside`, which draft in the target's process. They see token ids, and no model."""
+    """The speculators of `config.beside`, which draft in the target's process.
+
+    Each is built as if it were the only method, with its own keys: `model` is the other draft's. No engine's settings
+    and no target's weights are at hand.
+    """
     if not config.enabled:
         return []
-    inputs = MethodInputs(config, EngineConfig(), _no_target)
-    return [_build(method, inputs) for method in config.beside]
+    alone = _chains_if_sampled(config.model_copy(update={"model": None, "beside": ()}))
+    configs = [alone.model_copy(update={"method": method}) for method in config.beside]
+    return [_build(MethodInputs(each, EngineConfig(), _no_target)) for each in configs]
 
 
 def hidden_state_layers(
@@ -122,9 +127,14 @@ def method_hook(method: str, name: str) -> Callable[..., Any] | None:
     return hook
 
 
-def _build(method: str, inputs: MethodInputs) -> Speculator:
-    speculator: Speculator = _module(method).build(inputs)
+def _build(inputs: MethodInputs) -> Speculator:
+    speculator: Speculator = _module(inputs.config.method).build(inputs)
     return speculator
+
+
+def _chains_if_sampled(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Strategies with sampled drafts verify chains: the target drops a node's second child."""
+    return config.model_copy(update={"tree_width": 1}) if config.strategy.sampled_drafts else config
 
 
 def _module(method: str) -> Any:

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from paceline.config import SpeculativeConfig
 from paceline.core.tree import ROOT
-from paceline.drafting import Speculator
+from paceline.drafting import Speculator, build_lookups
+from paceline.drafting.method_registry import MethodInputs
+from paceline.drafting.methods import ngram as ngram_module
 from paceline.drafting.methods.ngram import FIRST_TOKEN_PROBABILITY, NEXT_TOKEN_PROBABILITY, NGramSpeculator
 from paceline.drafting.methods.suffix import SuffixSpeculator
 from paceline.drafting.methods.suffix_outputs import FinishedOutputs
@@ -144,6 +146,26 @@ HALVES = [A, B, A, B, A, C, X, A]
 )
 def test_suffix_decoding(settings: dict[str, Any], tokens: list[int], limits: dict[str, int], expected: Leaves) -> None:
     assert drafted(suffix(**settings), tokens, **limits) == [(path, pytest.approx(chance)) for path, chance in expected]
+
+
+@pytest.mark.parametrize(("strategy", "leaves"), [("coupled", 2), ("residual", 1), ("logit-comparison", 1)])
+@pytest.mark.parametrize(("method", "tokens"), [("suffix", HALVES), ("ngram", [A, B, C, A, B, D, A, B])])
+def test_lookups_draft_chains_for_strategies_that_verify_chains(
+    method: str, tokens: list[int], strategy: str, leaves: int
+) -> None:
+    config = {"method": ["custom_class", method], "speculator": "a.B", "rejection_sampling_strategy": strategy}
+    [speculator] = build_lookups(SpeculativeConfig.model_validate(config))
+    assert len(drafted(speculator, tokens, depth=1)) == leaves
+
+
+def test_a_lookup_beside_a_draft_is_built_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[MethodInputs] = []
+    monkeypatch.setattr(ngram_module, "build", seen.append)
+    build_lookups(SpeculativeConfig(method="eagle3", model="head", beside=("ngram",), prompt_lookup_max=7))
+    config = seen[0].config
+    assert (config.method, config.model, config.beside, config.prompt_lookup_max) == ("ngram", None, (), 7)
+    with pytest.raises(ValueError, match="method ngram needs `model`"):
+        _ = seen[0].model
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.config import DETECT, METHODS, EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.config.method_names import Method
-from paceline.core.tree import TokenTree
+from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting import (
     Commit,
     Context,
@@ -129,6 +129,7 @@ class Built:
     method: str
     config: SpeculativeConfig
     target_weights: Callable[[], TargetWeights]
+    target_model: str
     speculator: Speculator
 
 
@@ -148,7 +149,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return load_target_weights(str(recipe.target), torch.float32, "cpu")
 
     speculator = build_speculator(config, ENGINE, target_weights, str(recipe.target))
-    return Built(config.method, config, target_weights, speculator)
+    return Built(config.method, config, target_weights, str(recipe.target), speculator)
 
 
 @pytest.fixture
@@ -194,6 +195,18 @@ class TestGrowth:
         for tree in target.trees.values():
             for node in (root_of(tree), *nodes_of(tree)):
                 assert sum(math.exp(child.log_prob) for child in node.children.values()) <= 1 + 1e-5
+
+    def test_a_node_has_one_child_if_the_strategy_verifies_chains(self, built: Built) -> None:
+        if built.method == "custom_class":  # its class decides
+            return
+        config = built.config.model_copy(update={"rejection_sampling_strategy": "residual"})
+        speculator = build_speculator(config, ENGINE, built.target_weights, built.target_model)
+        target = Target(speculator, built.target_weights().hidden_size)
+        target.open(1, strategy="residual")
+        target.grow_all()
+        tree = target.trees[1]
+        assert all(len(tree.children(node)) <= 1 for node in (ROOT, *tree.nodes()))
+        assert tree.size or built.method in DRAFTS_NOTHING
 
     def test_opening_again_starts_afresh(self, target: Target) -> None:
         everything = {"depth": 2, "nodes": 1000}  # or else the order of expansion would matter

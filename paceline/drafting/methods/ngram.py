@@ -87,5 +87,4 @@ class NGramSpeculator(LookupSpeculator[NGramRequest]):
 
 def build(inputs: MethodInputs) -> Speculator:
     config = inputs.config
-    width = 1 if config.strategy.sampled_drafts else config.tree_width
-    return NGramSpeculator(config.prompt_lookup_min, config.prompt_lookup_max, width)
+    return NGramSpeculator(config.prompt_lookup_min, config.prompt_lookup_max, config.tree_width)
