@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 DETECT = "detect"
@@ -21,8 +21,8 @@ class DraftMethod:
     kind: Literal["model", "head", "lookup", "custom"]
     """model: a language model of its own, which several ranks can share. head: drafts from the target's hidden states
     or weights. lookup: needs no weights, and can draft beside another method inside the target's process."""
-    needs: tuple[str, ...] = ()
-    """Keys of `SpeculativeConfig`, one of which must be set."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Keys of `SpeculativeConfig`, one of which must be set, and what each holds, for the error message."""
     cached_layers: Literal["none", "one", "all"] = "none"
     """Layers that have a KV cache: all that config.json counts, or one."""
     completed: bool = False
@@ -35,7 +35,10 @@ class DraftMethod:
     """The method that vLLM's `parallel_drafting` makes of this one."""
 
 
-MODEL = ("model",)
+MODEL = {
+    "model": "the path of the draft's checkpoint (a target whose draft workers are started elsewhere needs none with "
+    "method pool)"
+}
 MTP_ALIASES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 """vLLM's, by model family; the target's checkpoint names the family."""
 
@@ -51,21 +54,15 @@ METHODS: Mapping[str, DraftMethod] = {
     "eagle3": DraftMethod("head", MODEL, "one", algorithms=("EAGLE3",), parallel="peagle"),
     "eagle": DraftMethod("head", MODEL, "one", algorithms=("EAGLE",)),
     # Without `model` the layer is in the target's checkpoint.
-    "mtp": DraftMethod("head", (), "one", aliases=MTP_ALIASES, algorithms=("NEXTN",)),
+    "mtp": DraftMethod("head", {}, "one", aliases=MTP_ALIASES, algorithms=("NEXTN",)),
     "suffix": DraftMethod("lookup"),
     "ngram": DraftMethod("lookup", aliases=("prompt_lookup",), algorithms=("NGRAM",)),
-    "custom_class": DraftMethod("custom", ("speculator", "model"), aliases=("custom",)),
-    "extract_hidden_states": DraftMethod("custom", ("hidden_states_path",)),
+    "custom_class": DraftMethod(
+        "custom", {"speculator": "the dotted path of a class or factory", **MODEL}, aliases=("custom",)
+    ),
+    "extract_hidden_states": DraftMethod("custom", {"hidden_states_path": "the folder that it writes to"}),
 }
 """In the order in which a checkpoint is compared with them: the first method that matches is taken."""
-
-NEEDED_KEYS = {
-    "model": "the path of the draft's checkpoint (a target whose draft workers are started elsewhere needs none with "
-    "method pool)",
-    "speculator": "the dotted path of a class or factory",
-    "hidden_states_path": "the folder that it writes to",
-}
-"""What a key of `DraftMethod.needs` holds, for error messages."""
 
 HEADS = tuple(name for name, method in METHODS.items() if method.kind == "head")
 MODEL_METHODS = tuple(name for name, method in METHODS.items() if method.kind == "model")

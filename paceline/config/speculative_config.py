@@ -17,7 +17,6 @@ from paceline.config.method_names import (
     METHODS,
     MODEL,
     MODEL_METHODS,
-    NEEDED_KEYS,
     POOL,
     STACKING_RULE,
     SUFFIX_DEPTH,
@@ -163,7 +162,7 @@ class SpeculativeConfig(Settings):
         0.0035,
         ge=0.0,
         lt=1.0,
-        description="draft tokens on paths that are not likelier than this are not made; 0: all are made",
+        description="a draft's network makes no tokens on paths that are not likelier than this; 0: all are made",
     )
     draft_schedule: Literal["streamed", "lockstep"] = Field(
         "streamed",
@@ -193,9 +192,10 @@ class SpeculativeConfig(Settings):
         if self.beside and (self.method == "none" or len(set(together)) < len(together)):
             raise ValueError(STACKING_RULE)
         for method in together:
-            needs = MODEL if method == DETECT else METHODS[method].needs if method in METHODS else ()
+            needs = MODEL if method == DETECT else METHODS[method].needs if method in METHODS else {}
             if needs and not any(getattr(self, key) for key in needs):
-                raise ValueError(f"method {method} needs `{needs[0]}`: {NEEDED_KEYS[needs[0]]}")
+                key, holds = next(iter(needs.items()))
+                raise ValueError(f"method {method} needs `{key}`: {holds}")
         if self.method == POOL and self.draft_placement == "target":
             raise ValueError("method pool leaves drafting to draft workers: leave out draft_placement")
         if self.vocabulary_mapping != "none" and self.method != "draft_model":

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from paceline.cli import main
 from paceline.config import EngineConfig, SamplingParams, Settings, SpeculativeConfig, SpeculativeOptions
 from paceline.config.config_file import ConfigFileError, as_arguments, read
+from paceline.config.method_names import METHODS, DraftMethod
 from paceline_services.draft.__main__ import parse_options as draft
 from paceline_services.gateway.__main__ import parse as gateway
 from paceline_services.target.__main__ import parse_options as target
@@ -205,6 +206,17 @@ MISTAKES: dict[type[Settings], list[tuple[dict[str, Any], str]]] = {
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
     ],
 }
+
+
+def test_a_method_says_what_its_missing_key_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The explanation stands in the method's row, so that a new key has one."""
+    monkeypatch.setattr("paceline.config.speculative_config.METHODS", {"ngram": DraftMethod("lookup", {"model": "X"})})
+    with pytest.raises(ValidationError, match="method ngram needs `model`: X"):
+        SpeculativeConfig(method="ngram")
+    for method in METHODS.values():
+        assert method.needs.keys() <= SpeculativeConfig.model_fields.keys()
+
+
 WRONG = [(kind, settings, named) for kind, mistakes in MISTAKES.items() for settings, named in mistakes]
 
 
