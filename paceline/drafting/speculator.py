@@ -34,7 +34,8 @@ class Opening:
     max_nodes: int
     strategy: str = "coupled"
     least_path_probability: float = 0.0
-    """Nodes on less likely paths are not wanted."""
+    """A network need draft no node on a less likely path. The probabilities of lookups are estimates: they do not
+    compare them with it."""
     link: int = 0
     """The link of the request, in a draft worker with several. The draft loop sets it; it is not sent."""
     cache_salt: str = ""

@@ -107,7 +107,8 @@ L = TypeVar("L", bound=LookupRequest)
 
 
 class LookupSpeculator(TreeSpeculator[L]):
-    """Grows each tree once after every commit. Knows only token ids, so it serves every vocabulary."""
+    """Grows each tree once after every commit. It serves every vocabulary while all its tokens come from the requests;
+    one that also reads tokens elsewhere sets `vocabulary_fingerprint`."""
 
     @abstractmethod
     def index(self, request: L, tokens: Sequence[int]) -> None:
