@@ -2,14 +2,17 @@
 
 import math
 import string
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import torch
 from google.protobuf.message import Message
-from hypothesis import given
+from hypothesis import Phase, find, given, reject, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.growth import ROOT_ID, Growth, GrowthBatch
@@ -42,30 +45,43 @@ tokens = st.integers(0, 2**32 - 1)
 counts = st.integers(0, 2**32 - 1)
 seconds = st.floats(0, 1e9)
 texts = st.text(string.printable, max_size=20)
-signed = st.floats(-2, 2)
 
-samplings = st.builds(
-    SamplingParams,
-    temperature=st.floats(0, 100),
-    top_k=st.integers(0, 2**31 - 1),
-    top_p=st.floats(0, 1, exclude_min=True),
-    min_p=st.floats(0, 1),
-    repetition_penalty=st.floats(0, 100, exclude_min=True),
-    presence_penalty=signed,
-    frequency_penalty=signed,
-    logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=3),
-    bad_words=st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
-    min_tokens=st.integers(0, 10),
-    max_tokens=st.integers(10, 2**32 - 1),
-    seed=st.integers(-(2**63), 2**64 - 1),
-    stop_token_ids=st.lists(tokens, max_size=3).map(tuple),
-    logprobs=st.none() | st.integers(0, 20),
-    grammar_begins_after=st.lists(tokens, max_size=3).map(tuple),
-    grammar_waits_if=st.none() | tokens,
-    prompt_logprobs=st.none() | st.integers(0, 20),
-    allowed_token_ids=st.lists(tokens, max_size=3).map(tuple),
-    logprob_token_ids=st.lists(tokens, max_size=3).map(tuple),
-)
+
+def values(annotation: Any, metadata: Sequence[Any] = (), least: int = 0) -> st.SearchStrategy[Any]:
+    """Values of a parameter's type within its bounds. `least`: items of a tuple."""
+    kind, inner = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        return values(inner[0], inner[1].metadata)
+    if kind is UnionType:
+        return st.none() | values(inner[0], metadata)
+    if kind is tuple:
+        return st.lists(values(inner[0], least=1), min_size=least, max_size=3).map(tuple)
+    if kind is dict:
+        return st.dictionaries(values(inner[0]), values(inner[1]), max_size=3)
+    if annotation is str:
+        return texts
+    bounds = {
+        name: getattr(each, name) for each in metadata for name in ("ge", "gt", "le", "lt") if hasattr(each, name)
+    }
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if annotation is float:
+        return st.floats(low, high, exclude_min="gt" in bounds, exclude_max="lt" in bounds)
+    return st.integers(low, 2**31 - 1 if high is None else high - ("lt" in bounds))
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    """Any value of every parameter."""
+    fields = SamplingParams.model_fields.items()
+    drawn = {name: draw(values(field.annotation, field.metadata)) for name, field in fields}
+    drawn["min_tokens"], drawn["max_tokens"] = sorted((drawn["min_tokens"], drawn["max_tokens"]))
+    try:
+        return SamplingParams(**drawn)
+    except ValidationError:  # parameters that exclude each other
+        reject()
+
+
+samplings = sampling_params()
 options = st.builds(
     SpeculativeOptions,
     enabled=st.none() | st.booleans(),
@@ -246,6 +262,12 @@ def test_descriptions() -> None:
 def test_every_sampling_parameter_has_a_field() -> None:
     """The codec encodes a parameter by its field, so this is all that a new one needs."""
     assert set(SamplingParams.model_fields) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("name", SamplingParams.model_fields)
+def test_round_trips_try_every_sampling_parameter(name: str) -> None:
+    default, quick = getattr(SamplingParams(), name), settings(phases=[Phase.generate])
+    find(samplings, lambda params: getattr(params, name) != default, settings=quick)
 
 
 def test_grpc_clients_have_the_parameters_of_http_under_the_same_names() -> None:
