@@ -108,11 +108,11 @@ def _scaled(part: ReadTensor, settings: Settings) -> Tensor:
     block = settings.get("weight_block_size")
     zero = part("weight_zero_point")
     if zero is not None:
-        weight = weight - _spread(zero.float(), weight.shape, block)
-    return weight * _spread(scale.float(), weight.shape, block)
+        weight = weight - spread_scales(zero.float(), weight.shape, block)
+    return weight * spread_scales(scale.float(), weight.shape, block)
 
 
-def _spread(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None) -> Tensor:
+def spread_scales(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None) -> Tensor:
     """Expand scales to a weight's shape [out, in]. `block`: the sides of blocks; None: equal blocks, one per scale."""
     if scale.numel() == 1:
         return scale.reshape(1, 1)
@@ -134,7 +134,7 @@ def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
     scale = _needed(part, "weight_scale").float()
     zero = part("weight_zero_point")
     groups = part("weight_g_idx")
-    each = (lambda x: x[:, groups.long()]) if groups is not None else (lambda x: _spread(x, (rows, columns), None))
+    each = (lambda x: spread_scales(x, (rows, columns), None)) if groups is None else (lambda x: x[:, groups.long()])
     if zero is not None:
         weight = weight - each(_signed(zero, bits, 0)[:rows] if zero.dtype == torch.int32 else zero.float())
     return weight * each(scale)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.drafting.heads.mtp_layouts import MtpLayout
 from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.quantization import spread_scales
 
 FUSED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
 ALWAYS_FLOAT32 = "e_score_correction_bias"
@@ -80,6 +81,5 @@ class MtpWeights:
     def _scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
         """DeepSeek's fp8 weights [out, in] times one scale per block → float32."""
         quantisation: Mapping[str, Any] = self._checkpoint.config.get("quantization_config") or {}
-        rows, columns = quantisation.get("weight_block_size") or DEFAULT_FP8_BLOCK
-        spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        return weight.float() * spread[: weight.shape[0], : weight.shape[1]]
+        block = quantisation.get("weight_block_size") or DEFAULT_FP8_BLOCK
+        return weight.float() * spread_scales(scale.float(), weight.shape, block)
