@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from paceline.config import AUTO, DETECT, EngineConfig, SpeculativeConfig
-from paceline.drafting import Speculator, TargetPartsProvider, build_speculator
+from paceline.drafting import Speculator, TargetWeightsProvider, build_speculator
 from paceline.ipc.model_process import StartFailed
 from paceline.ipc.pipe import Pipe, PipeClosedError
 from paceline.launcher import FAILED, StartError
@@ -65,11 +65,14 @@ def bind_cpus(cpus: Sequence[int]) -> None:
 
 
 def build_configured_speculator(
-    speculation: SpeculativeConfig, config: EngineConfig, target_parts: TargetPartsProvider, target_model: str | None
+    speculation: SpeculativeConfig,
+    config: EngineConfig,
+    target_weights: TargetWeightsProvider,
+    target_model: str | None,
 ) -> Speculator:
     """Raises `StartError`."""
     with as_start_errors(speculation):
-        return build_speculator(speculation, config, target_parts, target_model)
+        return build_speculator(speculation, config, target_weights, target_model)
 
 
 @contextmanager

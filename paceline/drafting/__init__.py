@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.config import METHODS, METHODS_READ_FROM_CHECKPOINT, SpeculativeConfig
 from paceline.drafting.method_registry import (
-    TargetPartsProvider,
+    TargetWeightsProvider,
     build_lookups,
     build_speculator,
     hidden_state_layers,
@@ -20,7 +20,7 @@ __all__ = [
     "Limit",
     "Opening",
     "Speculator",
-    "TargetPartsProvider",
+    "TargetWeightsProvider",
     "build_lookups",
     "build_speculator",
     "complete_config",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # links import `paceline.drafting` where torch is not loaded
     from paceline.model.model import Model
     from paceline.model.target_weights import TargetWeights
 
-TargetPartsProvider: TypeAlias = "Callable[[], TargetWeights]"
+TargetWeightsProvider: TypeAlias = "Callable[[], TargetWeights]"
 """Loads the target's weights that drafts use. Called only for methods that use them."""
 
 
@@ -38,13 +38,13 @@ class MethodInputs:
 
     config: SpeculativeConfig
     engine: EngineConfig
-    target_parts: TargetPartsProvider
+    target_weights: TargetWeightsProvider
     target_model: str | None = None
     """The target by name, for a draft with another vocabulary."""
 
     @cached_property
     def target(self) -> TargetWeights:
-        return self.target_parts()
+        return self.target_weights()
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -70,7 +70,10 @@ class MethodInputs:
 
 
 def build_speculator(
-    config: SpeculativeConfig, engine: EngineConfig, target_parts: TargetPartsProvider, target_model: str | None = None
+    config: SpeculativeConfig,
+    engine: EngineConfig,
+    target_weights: TargetWeightsProvider,
+    target_model: str | None = None,
 ) -> Speculator:
     """The speculator that `config` describes. `target_model`: see `MethodInputs`.
 
@@ -84,7 +87,7 @@ def build_speculator(
         raise ValueError("method pool is for targets: give this draft worker a method or a model")
     if method not in METHODS:
         raise ValueError(f"method {method!r} drafts nothing")
-    inputs = MethodInputs(_chains_if_sampled(config), engine, target_parts, target_model)
+    inputs = MethodInputs(_chains_if_sampled(config), engine, target_weights, target_model)
     speculator = _build(inputs)
     if METHODS[method].kind in ("model", "head") and config.vocabulary_mapping == "none":
         from paceline.grammar.grammar_state import GrammarCompiler
@@ -108,14 +111,14 @@ def build_lookups(config: SpeculativeConfig) -> list[Speculator]:
 
 
 def hidden_state_layers(
-    config: SpeculativeConfig, engine: EngineConfig, target_parts: TargetPartsProvider
+    config: SpeculativeConfig, engine: EngineConfig, target_weights: TargetWeightsProvider
 ) -> Sequence[int]:
     """The target layers whose states the speculator of this configuration needs. Raises as `build_speculator` does."""
     if config.method == "custom_class":  # only the speculator knows
-        return build_speculator(config, engine, target_parts).hidden_state_layers
+        return build_speculator(config, engine, target_weights).hidden_state_layers
     if config.method not in METHODS:
         return ()
-    inputs = MethodInputs(config, engine, target_parts)
+    inputs = MethodInputs(config, engine, target_weights)
     if layers := method_hook(config.method, "target_layers"):
         return tuple(layers(inputs))
     return (inputs.target.final_layer,) if METHODS[config.method].kind == "head" else ()

@@ -96,18 +96,18 @@ class ParallelSpeculator(CachedSpeculator[D]):
     def __init__(
         self,
         facts: NetworkFacts,
-        ahead: int,
+        tokens_per_pass: int,
         tree_width: int,
         least_path_probability: float = 0.0,
         scratch_slots: int = 0,
     ) -> None:
-        """`ahead`: most distributions of one pass. `scratch_slots`: free slots that a root's pass uses while it runs.
-        The rest: see `PredictingSpeculator`."""
+        """`tokens_per_pass`: most distributions of one pass. `scratch_slots`: free slots that a root's pass uses while
+        it runs. The rest: see `PredictingSpeculator`."""
         super().__init__(facts, tree_width, least_path_probability)
-        self._tokens_per_pass, self._scratch_slots = ahead, scratch_slots
+        self._tokens_per_pass, self._scratch_slots = tokens_per_pass, scratch_slots
 
     @abstractmethod
-    def run_pass(self, context: ContextSpans[D], asked: RequestedPasses[D]) -> tuple[Tensor, Tensor | None]:
+    def run_pass(self, context: ContextSpans[D], requested: RequestedPasses[D]) -> tuple[Tensor, Tensor | None]:
         """Logits of the wanted distributions, request by request [distributions, columns], and the token of each
         column; None: column n is token n."""
 
@@ -159,23 +159,23 @@ class MaskTokenSpeculator(ParallelSpeculator[D]):
         self,
         facts: NetworkFacts,
         mask_token: int,
-        ahead: int,
+        tokens_per_pass: int,
         tree_width: int,
         least_path_probability: float = 0.0,
     ) -> None:
-        """The root's row gives the first distribution, so a pass has `ahead` - 1 masks. The rest: see
+        """The root's row gives the first distribution, so a pass has `tokens_per_pass` - 1 masks. The rest: see
         `ParallelSpeculator`."""
-        super().__init__(facts, ahead, tree_width, least_path_probability, ahead - 1)
+        super().__init__(facts, tokens_per_pass, tree_width, least_path_probability, tokens_per_pass - 1)
         self._mask_token = mask_token
 
-    def rows(self, context: ContextSpans[D], asked: RequestedPasses[D]) -> tuple[list[Row], list[int]]:
+    def rows(self, context: ContextSpans[D], requested: RequestedPasses[D]) -> tuple[list[Row], list[int]]:
         """The rows of one pass, and the indices of those that give distributions: the context, then each request's root
         and masks. The roots count as computed from now on.
         """
         rows = [request.slot_table.row(request.tokens[i], i) for request, span in context for i in span]
-        wanted = range(len(rows), len(rows) + sum(count for _, count in asked))
+        wanted = range(len(rows), len(rows) + sum(count for _, count in requested))
         free = reversed(self._free)  # no slot is taken during the pass
-        for request, count in asked:
+        for request, count in requested:
             rows.append(request.slot_table.row(request.tokens[-1], request.computed))
             request.computed += 1
             masks: list[int] = []

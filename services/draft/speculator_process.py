@@ -35,7 +35,7 @@ def load_speculator(config: SpeculativeConfig, engine: EngineConfig, target_mode
     with as_start_errors(config):
         speculation = complete_config(config, target_model)
 
-    def target_parts() -> TargetWeights:
+    def target_weights() -> TargetWeights:
         if target_model is None:
             raise StartError(f"--target-model is needed for {speculation.method}: a head drafts for one model only")
         return load_target_weights(target_model, DTYPES.get(engine.dtype), engine.device)
@@ -48,7 +48,7 @@ def load_speculator(config: SpeculativeConfig, engine: EngineConfig, target_mode
         raise StartError("--target-model is needed for a vocabulary_mapping: a draft is mapped to one vocabulary only")
     with as_start_errors(speculation):
         engine = plan_memory(engine, speculation, target_model, target=False, draft=True)
-    return build_configured_speculator(speculation, engine, target_parts, target_model)
+    return build_configured_speculator(speculation, engine, target_weights, target_model)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class DFlashConfig:
     """Whether a position of the block sees only earlier positions of it."""
 
     @property
-    def ahead(self) -> int:
+    def tokens_per_pass(self) -> int:
         """Distributions from one pass."""
         return self.block - self.first_offset
 

@@ -57,7 +57,7 @@ class DFlashSpeculator(ParallelSpeculator[HiddenStateRequest]):
             target.max_model_len,
             network.config.layers,
         )
-        super().__init__(facts, network.config.ahead, tree_width, least_path_probability)
+        super().__init__(facts, network.config.tokens_per_pass, tree_width, least_path_probability)
         self._network = network
 
     def begin(
@@ -68,19 +68,21 @@ class DFlashSpeculator(ParallelSpeculator[HiddenStateRequest]):
         )
 
     def run_pass(
-        self, context: ContextSpans[HiddenStateRequest], asked: RequestedPasses[HiddenStateRequest]
+        self, context: ContextSpans[HiddenStateRequest], requested: RequestedPasses[HiddenStateRequest]
     ) -> tuple[Tensor, Tensor | None]:
         if context:
             states = [state for request, span in context for state in request.states.take(len(span))]
             positions = [i for _, span in context for i in span]
             slots = [request.slot_table.slots[i] for request, span in context for i in span]
             self._network.add_context(torch.stack(states), positions, slots)
-        if not asked:
+        if not requested:
             return torch.empty(0), None
         blocks = self._network.predict_blocks(
-            [(request.tokens[-1], request.slot_table.slots[:-1]) for request, _ in asked]
+            [(request.tokens[-1], request.slot_table.slots[:-1]) for request, _ in requested]
         )
-        return torch.cat([block[:count] for block, (_, count) in zip(blocks, asked, strict=True)]), self._network.ids
+        return torch.cat(
+            [block[:count] for block, (_, count) in zip(blocks, requested, strict=True)]
+        ), self._network.ids
 
 
 class DFlashNetwork:
@@ -129,7 +131,7 @@ class DFlashNetwork:
             cache.index_copy_(0, slots_n, layer.keys_and_values(context, cos_sin))
 
     def predict_blocks(self, blocks: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
-        """Logits [blocks, ahead, columns]. A block is its root and the slots of all positions before the root."""
+        """Logits [blocks, tokens per pass, columns]. A block: its root and the slots of all positions before it."""
         size = self.config.block
         starts = self._integers([len(slots) for _, slots in blocks])
         cos_sin = self._rotary((starts.unsqueeze(1) + torch.arange(size, device=starts.device)).flatten())
@@ -139,7 +141,7 @@ class DFlashNetwork:
         for layer, cache in zip(self._layers, self._cache.data, strict=True):
             x = layer(x, cos_sin, cache, paths)
         final = self._norm(x).unflatten(0, (-1, size))[:, self.config.first_offset :]
-        return self._output(final.flatten(0, 1)).view(len(blocks), self.config.ahead, -1)
+        return self._output(final.flatten(0, 1)).view(len(blocks), self.config.tokens_per_pass, -1)
 
     def _integers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._cache.device)

@@ -29,19 +29,19 @@ class PardSpeculator(MaskTokenSpeculator[ParallelRequest]):
     method = "pard"
 
     def __init__(
-        self, model: Model, mask_token: int, ahead: int, tree_width: int, least_path_probability: float = 0.0
+        self, model: Model, mask_token: int, tokens_per_pass: int, tree_width: int, least_path_probability: float = 0.0
     ) -> None:
         """See `MaskTokenSpeculator`."""
-        super().__init__(NetworkFacts.of_model(model), mask_token, ahead, tree_width, least_path_probability)
+        super().__init__(NetworkFacts.of_model(model), mask_token, tokens_per_pass, tree_width, least_path_probability)
         self._model = model
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> ParallelRequest:
         return ParallelRequest(opening, tree, history, least_path_log_prob, list(opening.tokens), self.position_limit)
 
     def run_pass(
-        self, context: ContextSpans[ParallelRequest], asked: RequestedPasses[ParallelRequest]
+        self, context: ContextSpans[ParallelRequest], requested: RequestedPasses[ParallelRequest]
     ) -> tuple[Tensor, Tensor | None]:
-        return self._model.run(*self.rows(context, asked)).logits, None
+        return self._model.run(*self.rows(context, requested)).logits, None
 
 
 def build(inputs: MethodInputs) -> Speculator:

@@ -37,7 +37,7 @@ class PEagleSpeculator(MaskTokenSpeculator[HiddenStateRequest]):
         network: HeadNetwork,
         checkpoint: Checkpoint,
         target: TargetWeights,
-        ahead: int,
+        tokens_per_pass: int,
         tree_width: int,
         least_path_probability: float = 0.0,
     ) -> None:
@@ -49,7 +49,7 @@ class PEagleSpeculator(MaskTokenSpeculator[HiddenStateRequest]):
         rows = target.vocabulary_size if embedding is None else checkpoint.shape(embedding)[0]
         mask = mask_token(checkpoint, checkpoint.config, MASK_KEYS, rows)
         facts = head_facts(network, target.fingerprint, target.vocabulary_size)
-        super().__init__(facts, mask, ahead, tree_width, least_path_probability)
+        super().__init__(facts, mask, tokens_per_pass, tree_width, least_path_probability)
         self._network = network
         with torch.inference_mode():
             self._mask = network.encode(_mask_hidden(checkpoint, target, len(self.hidden_state_layers)))
@@ -62,21 +62,21 @@ class PEagleSpeculator(MaskTokenSpeculator[HiddenStateRequest]):
         )
 
     def run_pass(
-        self, context: ContextSpans[HiddenStateRequest], asked: RequestedPasses[HiddenStateRequest]
+        self, context: ContextSpans[HiddenStateRequest], requested: RequestedPasses[HiddenStateRequest]
     ) -> tuple[Tensor, Tensor | None]:
-        features = self._features(context, asked)
-        rows, wanted = self.rows(context, asked)
+        features = self._features(context, requested)
+        rows, wanted = self.rows(context, requested)
         return self._network.run(rows, features, wanted).logits, self._network.ids
 
     def _features(
-        self, context: ContextSpans[HiddenStateRequest], asked: RequestedPasses[HiddenStateRequest]
+        self, context: ContextSpans[HiddenStateRequest], requested: RequestedPasses[HiddenStateRequest]
     ) -> Tensor:
         """[rows, h], in the order of `rows`."""
         states = [state for request, span in context for state in request.states.take(len(span))]
-        roots = [state for request, _ in asked for state in request.states.take(1)]
+        roots = [state for request, _ in requested for state in request.states.take(1)]
         features = self._network.encode(torch.stack(states + roots))
         parts = [features[: len(states)]]
-        for root, (_, count) in zip(features[len(states) :], asked, strict=True):
+        for root, (_, count) in zip(features[len(states) :], requested, strict=True):
             parts += [root.unsqueeze(0), self._mask.expand(count - 1, -1)]
         return torch.cat(parts)
 
