@@ -31,9 +31,9 @@ from paceline.doctor.diagnosis import DiagnosedMethod, Diagnosis, config_json, d
 from paceline.doctor.measurement import MeasurementSettings
 from paceline.doctor.measurements import MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import Prompt, PromptsError, encoded, lack_chat_template, read
-from paceline.drafting.memory_plan import gigabytes
 from paceline.launcher import StartError
 from paceline.llm import LLM
+from paceline.model.device_memory import gigabytes
 from paceline.model_names import ModelNotFoundError
 
 SHOWN_DEPTHS = 8

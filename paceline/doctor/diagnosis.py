@@ -15,8 +15,9 @@ from paceline.doctor.candidates import CandidateMethod, combined_candidate
 from paceline.doctor.causes import Cause, causes
 from paceline.doctor.measurement import MeasurementSettings, measure, need
 from paceline.doctor.measurements import MethodMeasurement
-from paceline.drafting.memory_plan import MemoryNeed, free_bytes, gigabytes
 from paceline.llm import LLM, VocabularyMismatchError
+from paceline.memory_plan import DraftMemory
+from paceline.model.device_memory import free_bytes, gigabytes
 from paceline.model_names import ModelNotFoundError
 
 
@@ -25,7 +26,7 @@ class DiagnosedMethod:
     """A measured method. `free`: free bytes before it was built; None: unknown."""
 
     measured: MethodMeasurement
-    need: MemoryNeed = dataclasses.field(default_factory=MemoryNeed)
+    need: DraftMemory = dataclasses.field(default_factory=DraftMemory)
     free: int | None = None
 
     @property
@@ -116,7 +117,7 @@ def examined(
         return RejectedMethod(candidate.name, "configuration", str(error))
 
 
-def short_of(needed: MemoryNeed, free: int) -> str:
+def short_of(needed: DraftMemory, free: int) -> str:
     return (
         f"it takes {gigabytes(needed.weights)} of weights, {gigabytes(needed.cache)} of keys and values and "
         f"{gigabytes(needed.states)} of hidden states, and {gigabytes(free)} are free: lower `slots`, or choose "

@@ -15,8 +15,8 @@ from paceline.doctor.candidates import CandidateMethod
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.speed_forecast import batch_seconds
 from paceline.drafting import complete_config, hidden_state_layers
-from paceline.drafting.memory_plan import MemoryNeed, memory_need
 from paceline.llm import LLM, Completion
+from paceline.memory_plan import DraftMemory, draft_memory
 from paceline.model_names import is_fake_model
 from paceline.text import Tokenizer
 
@@ -168,10 +168,10 @@ def other_special_tokens(draft: Tokenizer, target: Tokenizer) -> Sequence[str]:
     return tuple(role for role, (one, other) in tokens.items() if one and other and one != other)
 
 
-def need(target: LLM, config: SpeculativeConfig) -> MemoryNeed:
+def need(target: LLM, config: SpeculativeConfig) -> DraftMemory:
     """The memory that a method needs beside this target. Raises as `measure` does."""
     if is_fake_model(target.model.name):
-        return MemoryNeed()
+        return DraftMemory()
     config = complete_config(config, target.model.name)
     layers = hidden_state_layers(config, target.config, target.model.target_weights)
-    return memory_need(config, target.model.target_weights(), target.config.slot_count, len(layers))
+    return draft_memory(config, target.model.target_weights(), target.config.slot_count, len(layers))

@@ -70,11 +70,13 @@ def _head_size(config: Any) -> int | None:
     return None if size is None else int(size)
 
 
-class KVCache:
-    """Keys and values of every layer, by slot: [layers, slots + 1, 2 * K, width], keys first.
+SPARE_SLOTS = 2
+"""Slots of a cache beside those of tokens, which are 1 to `slots`: slot 0 fills up tiles, and padding rows write into
+the last one. No row sees either."""
 
-    Padding rows write into the slot after the last one, which is never read.
-    """
+
+class KVCache:
+    """Keys and values of every layer, by slot: [layers, slots + SPARE_SLOTS, 2 * K, width], keys first."""
 
     def __init__(
         self,
@@ -85,9 +87,9 @@ class KVCache:
         device: torch.device,
         width: int | None = None,
     ) -> None:
-        """`width`: numbers per head with padding; None: the head size."""
+        """`slots`: of tokens. `width`: numbers per head with padding; None: the head size."""
         self.heads = heads
-        shape = (layers, slots + 1, 2 * heads.kv_heads, width or heads.head_size)
+        shape = (layers, slots + SPARE_SLOTS, 2 * heads.kv_heads, width or heads.head_size)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
 
     @staticmethod
@@ -96,7 +98,7 @@ class KVCache:
         return layers * 2 * heads.kv_heads * (width or heads.head_size) * dtype.itemsize
 
     @property
-    def slots(self) -> int:
+    def padding_slot(self) -> int:
         return self.data.shape[1] - 1
 
     @property
@@ -182,7 +184,7 @@ class TorchPass:
 
     @classmethod
     def of(cls, cache: KVCache, rows: Sequence[Row]) -> TorchPass:
-        batch = build_row_batch(rows, cache.device, cache.slots)
+        batch = build_row_batch(rows, cache.device, cache.padding_slot)
         count, segments = batch.slots.numel(), [s.rows for s in batch.segments]
         tails = RowPermutation.of(list(batch.groups), count, cache.heads, absent=0)
         # Rows without a prefix point to an entry after the last one.

@@ -44,7 +44,7 @@ RunLogits = Callable[[Sequence[Row], Sequence[int]], Tensor]
 def make_model(
     network: nn.Module, info: ModelInfo, heads: Heads, positions: int, sharding: Sharding | None = None
 ) -> TransformersModel:
-    """The fastest model that runs this network, over a cache of `info.slots` and a spare slot.
+    """The fastest model that runs this network, over a cache of `info.slots`.
 
     `sharding`: how ranks share the network, if they do. Raises ValueError if the network cannot be run over rows.
     """
@@ -73,7 +73,7 @@ class LayeredModel(TransformersModel):
             sharding.install_collectives(network)
         self._head: nn.Module = network.get_output_embeddings()
         weight: Any = self._head.weight
-        self._attention, cache = make_attention(info.layers, heads, info.slots + 1, weight)
+        self._attention, cache = make_attention(info.layers, heads, info.slots, weight)
         super().__init__(info, cache, network)
         self._network = network
         base: Any = network.base_model
@@ -169,7 +169,7 @@ class LlamaModel(TransformersModel):
         self._network, cache = make_network(
             [layer_of(layer) for layer in base.layers],
             heads,
-            info.slots + 1,
+            info.slots,
             RotaryTables.of(base.rotary_emb, positions),
             check if ranks is None else None,
             hidden=self._embedding.shape[1],

@@ -8,11 +8,11 @@ import sys
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import Speculator, complete_config
 from paceline.drafting.draft_loop import DraftLoop, SpeculatorFacts
-from paceline.drafting.memory_plan import plan_memory
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
 from paceline.launcher import StartError
+from paceline.memory_plan import plan_memory
 from paceline.model.loading import DTYPES
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from paceline_services.model_entrypoint import as_start_errors, build_configured_speculator, run_model_process

@@ -9,7 +9,6 @@ import time
 
 from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
 from paceline.drafting import build_lookups, complete_config
-from paceline.drafting.memory_plan import plan_memory
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
@@ -18,6 +17,7 @@ from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
 from paceline.launcher import StartError
+from paceline.memory_plan import plan_memory
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.row_probe import measure_row_cost
 from paceline.target_features import all_features

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import EngineConfig
-from paceline.model.attention import Heads, attention_interface, use_pass
+from paceline.model.attention import SPARE_SLOTS, Heads, KVCache, TorchPass, attention_interface, use_pass
 from paceline.model.loading import build
 from paceline.model.model import TransformersModel
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.network_factory import make_attention
 from paceline.model.row_probe import is_row_invariant
-from paceline.model.rows import TILE, Row, SlotTable
+from paceline.model.rows import GROUP, TILE, Row, SlotTable
 
 VOCABULARY = 256
 LONGEST = 3 * TILE + 11
@@ -223,6 +223,13 @@ def test_attention_that_rows_cannot_have_is_refused(
     query, key = torch.zeros(1, queries, 8, size), torch.zeros(1, keys, 8, size)
     with use_pass(begin([SlotTable([1]).row(5, 0)])), pytest.raises(ValueError, match=error):
         attention_interface(torch.nn.Module(), query, key, key, None, **arguments)
+
+
+def test_padding_rows_write_beside_the_slots_of_tokens() -> None:
+    cache = KVCache(1, 16, Heads(2, 2, 32), torch.float32, torch.device("cpu"))
+    written = TorchPass.of(cache, [SlotTable([16]).row(5, 0)]).batch.slots.tolist()
+    assert written == [16, *[17] * (GROUP - 1)]
+    assert len(cache.data[0]) == 16 + SPARE_SLOTS == 18
 
 
 def test_the_probe_notices_a_row_that_depends_on_other_rows() -> None:

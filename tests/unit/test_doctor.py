@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,8 +42,11 @@ from paceline.doctor.measurement import (
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import PromptsError, encoded, lack_chat_template, read
 from paceline.doctor.speed_forecast import batch_seconds, forecast_tokens_per_s
-from paceline.drafting.memory_plan import MemoryNeed, available, cache_positions
 from paceline.llm import LLM
+from paceline.memory_plan import DraftMemory, cached_numbers
+from paceline.model.attention import SPARE_SLOTS, Heads
+from paceline.model.device_memory import available
+from paceline.model.native.native_network import head_width
 from paceline.text import Tokenizer
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head
@@ -278,15 +282,18 @@ SHAPE = {"num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads
 def test_free_memory_is_what_linux_says_is_available() -> None:
     assert available("MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    3 kB\n") == 3072
     assert available("MemTotal:  9 kB\n") is None
-    assert [MemoryNeed(1, 2, 3).fits(free) for free in (6, None, 5)] == [True, True, False]
+    assert [DraftMemory(1, 2, 3).fits(free) for free in (6, None, 5)] == [True, True, False]
 
 
-@pytest.mark.parametrize(("method", "numbers"), [("draft_model", 12 * 2 * 2 * 8), ("eagle3", 2 * 2 * 8), ("medusa", 0)])
-def test_keys_and_values_by_position(method: str, numbers: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "numbers"), [("draft_model", 12 * 2 * 2 * 32), ("eagle3", 2 * 2 * 32), ("medusa", 0)]
+)
+def test_keys_and_values_by_slot(method: str, numbers: int) -> None:
+    """A head of 8 numbers is padded to 32."""
     target = dict.fromkeys(SHAPE, 99) | {"head_dim": 99}
-    assert cache_positions(method, SHAPE, target) == numbers
-    assert cache_positions(method, {"transformer_layer_config": SHAPE}, target) == numbers
-    assert cache_positions(method, {}, SHAPE) == numbers
+    assert cached_numbers(method, SHAPE, target) == numbers
+    assert cached_numbers(method, {"transformer_layer_config": SHAPE}, target) == numbers
+    assert cached_numbers(method, {}, SHAPE) == numbers
 
 
 def test_a_head_needs_its_weights_its_cache_and_hidden_states(tmp_path: Path) -> None:
@@ -295,10 +302,10 @@ def test_a_head_needs_its_weights_its_cache_and_hidden_states(tmp_path: Path) ->
     found = need(target, SpeculativeConfig(model=str(head)))
     weights, config = target.model.target_weights(), llama_config()
     size = weights.dtype.itemsize
-    position = 2 * config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
+    width = head_width(Heads.of(SimpleNamespace(**config)))
     assert found.weights == sum(tensor.numel() for tensor in eagle3_tensors().values()) * size
     assert found.states == 3 * weights.hidden_size * (512 + 1) * size
-    assert 512 * position * size < found.cache < 530 * position * size
+    assert found.cache == (512 + SPARE_SLOTS) * 2 * config["num_key_value_heads"] * width * size
 
 
 def test_a_draft_that_does_not_fit_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +313,7 @@ def test_a_draft_that_does_not_fit_is_not_built(tmp_path: Path, monkeypatch: pyt
     config = SpeculativeConfig(method="mtp")
     size = target.model.target_weights().dtype.itemsize
     assert need(target, config).weights == sum(each.numel() for each in layer_tensors("mimo").values()) * size
-    assert need(target, SpeculativeConfig(method="ngram")) == MemoryNeed()
+    assert need(target, SpeculativeConfig(method="ngram")) == DraftMemory()
     monkeypatch.setattr(diagnosis, "free_bytes", lambda device: 1000)
     found = examined(target, CandidateMethod("mtp", config), MeasurementSettings([[1]], 4, (0.0,)))
     assert isinstance(found, RejectedMethod)

@@ -18,13 +18,14 @@ from transformers import (
     Qwen3Config,
 )
 
+from paceline import memory_plan
 from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.config import UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
-from paceline.drafting import build_speculator, memory_plan
-from paceline.drafting.memory_plan import SPARE_SLOTS, WorkerNeed, device_memory, model_need, plan_memory
+from paceline.drafting import build_speculator
 from paceline.llm import LLM
-from paceline.model import load, network_factory
-from paceline.model.attention import KVCache
+from paceline.memory_plan import WorkerMemory, model_memory, plan_memory
+from paceline.model import device_memory, load, network_factory
+from paceline.model.attention import SPARE_SLOTS, KVCache
 from paceline.model.loading import outline
 from paceline.model.model import TransformersModel
 from tests.helpers.checkpoints import change_config, save_checkpoint, save_tokenizer
@@ -73,7 +74,7 @@ def set_memory(monkeypatch: pytest.MonkeyPatch, free: int, total: int | None = N
     monkeypatch.setattr(memory_plan, "device_memory", lambda device: (free, free if total is None else total))
 
 
-def need_of(model: Path, engine: EngineConfig, speculation: SpeculativeConfig = NONE, **parts: bool) -> WorkerNeed:
+def need_of(model: Path, engine: EngineConfig, speculation: SpeculativeConfig = NONE, **parts: bool) -> WorkerMemory:
     """Read from two plans: the bytes of a slot, and of all that is not slots."""
     engine = engine.model_copy(update={"device_memory_utilization": 1.0})
     roles = {"target": True, "draft": True} | parts
@@ -86,7 +87,7 @@ def need_of(model: Path, engine: EngineConfig, speculation: SpeculativeConfig = 
         patch.setattr(memory_plan, "UNPLANNED_SLOTS", 2**40)
         few, many = slots_in(GIB), slots_in(3 * GIB)
     slot = round(2 * GIB / (many - few))
-    return WorkerNeed(GIB - slot * (few + SPARE_SLOTS), 0, slot)
+    return WorkerMemory(GIB - slot * (few + SPARE_SLOTS), 0, slot)
 
 
 def planned(model: Path, engine: EngineConfig, speculation: SpeculativeConfig = NONE, **roles: bool) -> int:
@@ -102,10 +103,10 @@ def test_a_model_takes_what_the_plan_says(tmp_path: Path, architecture: str, dty
     AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, range(64))
     engine = EngineConfig(slots=300, dtype=dtype, max_model_len=256)
-    need = model_need(outline(str(tmp_path), engine), engine)
+    need = model_memory(outline(str(tmp_path), engine), engine)
     model = load(str(tmp_path), engine)
     assert isinstance(model, TransformersModel)
-    assert model.cache.data.nbytes == need.slot * (300 + SPARE_SLOTS)
+    assert model.cache.data.nbytes == need.bytes_per_slot * (300 + SPARE_SLOTS)
     network = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=model.dtype)
     assert need.weights == sum(parameter.nbytes for parameter in network.parameters())
     assert need.activations > 256 * 64 * 4, "the float32 logits of a full pass"
@@ -113,8 +114,8 @@ def test_a_model_takes_what_the_plan_says(tmp_path: Path, architecture: str, dty
 
 def test_a_rank_has_its_share_of_layers_and_heads(target: Path) -> None:
     network = outline(str(target), EngineConfig())
-    whole, half = (model_need(network, EngineConfig(tensor_parallel_size=size)) for size in (1, 2))
-    assert half.slot * 2 == whole.slot
+    whole, half = (model_memory(network, EngineConfig(tensor_parallel_size=size)) for size in (1, 2))
+    assert half.bytes_per_slot * 2 == whole.bytes_per_slot
     layers = sum(each.nbytes for each in network.base_model.layers.parameters())
     assert half.weights == whole.weights - layers // 2
 
@@ -136,9 +137,9 @@ def test_a_cpu_gets_no_more_than_it_got_without_a_plan(target: Path, monkeypatch
 
 def test_the_slots_of_a_plan_fit_and_one_more_would_not(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineConfig(device_memory_utilization=0.5)
-    need = model_need(outline(str(target), engine), engine)
+    need = model_memory(outline(str(target), engine), engine)
     fixed = need.weights + need.activations
-    memory = 2 * (fixed + need.slot * (1000 + SPARE_SLOTS))
+    memory = 2 * (fixed + need.bytes_per_slot * (1000 + SPARE_SLOTS))
     set_memory(monkeypatch, memory)
     assert planned(target, engine) == 1000
     set_memory(monkeypatch, memory - 2)
@@ -147,15 +148,15 @@ def test_the_slots_of_a_plan_fit_and_one_more_would_not(target: Path, monkeypatc
 
 def test_the_served_model_has_the_planned_slots(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineConfig()
-    need = model_need(outline(str(target), engine), engine)
-    set_memory(monkeypatch, round((need.weights + need.activations + need.slot * 1002) / 0.9) + 9)
+    need = model_memory(outline(str(target), engine), engine)
+    set_memory(monkeypatch, round((need.weights + need.activations + need.bytes_per_slot * 1002) / 0.9) + 9)
     assert LLM(str(target), None, {"threads": 1}).model.slots == 1000
 
 
 def test_one_request_of_the_full_length_must_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineConfig(device_memory_utilization=1.0)
-    need = model_need(outline(str(target), engine), engine)
-    enough = need.weights + need.activations + need.slot * (512 + SPARE_SLOTS)
+    need = model_memory(outline(str(target), engine), engine)
+    enough = need.weights + need.activations + need.bytes_per_slot * (512 + SPARE_SLOTS)
     set_memory(monkeypatch, enough)
     assert planned(target, engine) == 512
     set_memory(monkeypatch, enough - 1)
@@ -185,18 +186,18 @@ def test_a_head_beside_its_target_takes_weights_a_cache_and_states(
     monkeypatch.setattr(network_factory, "KVCache", RecordedCache)
     build_speculator(draft, EngineConfig(slots=512), llm.model.target_weights)
     (cache,) = (each.data for each in caches)
-    assert remote.slot == alone.slot + states, "a remote head reads states that the target keeps"
-    assert both.slot == alone.slot + states + cache.nbytes // cache.shape[1]
+    assert remote.bytes_per_slot == alone.bytes_per_slot + states, "a remote head reads states that the target keeps"
+    assert both.bytes_per_slot == alone.bytes_per_slot + states + cache.nbytes // cache.shape[1]
     stored = sum(tensor.numel() for tensor in eagle3_tensors().values()) * weights.dtype.itemsize
-    assert abs(both.weights - alone.weights - stored) <= both.slot
+    assert abs(both.weights - alone.weights - stored) <= both.bytes_per_slot
 
 
 def test_workers_on_one_device_plan_the_same(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a worker that starts again, beside others that have their memory, plans what it planned before."""
     speculation = SpeculativeConfig(method="draft_model", model=str(target))
     engine = EngineConfig(device_workers=(2, 1), device_memory_utilization=1.0)
-    need = model_need(outline(str(target), engine), engine)
-    one = need.weights + need.activations + need.slot * 1002
+    need = model_memory(outline(str(target), engine), engine)
+    one = need.weights + need.activations + need.bytes_per_slot * 1002
     set_memory(monkeypatch, 3 * one)
     assert planned(target, engine, speculation, draft=False) == 1000
     assert planned(target, engine, speculation, target=False) == 1000
@@ -204,7 +205,7 @@ def test_workers_on_one_device_plan_the_same(target: Path, monkeypatch: pytest.M
     assert planned(target, engine, speculation, draft=False) == 1000
     set_memory(monkeypatch, one // 2 + need.weights, 3 * one)
     assert planned(target, engine, speculation, target=False) < 1000, "never more than is free"
-    set_memory(monkeypatch, 3 * (need.weights + need.activations) + need.slot * 1200)
+    set_memory(monkeypatch, 3 * (need.weights + need.activations) + need.bytes_per_slot * 1200)
     with pytest.raises(ValueError, match=r"512 positions .* for 3 workers with"):
         planned(target, engine, speculation, draft=False)
     assert planned(target, engine, speculation, target=False) == 398, "a draft goes without the longest requests"
@@ -239,24 +240,24 @@ def test_a_gpu_s_memory_is_what_cuda_says(target: Path, monkeypatch: pytest.Monk
     engine = EngineConfig(device="cuda:1", max_num_seqs=48)
     assert planned(target, engine) == 48 * 512
     assert asked == [torch.device("cuda:1")]
-    on_cpu, on_gpu = (model_need(outline(str(target), each), each) for each in (EngineConfig(), engine))
+    on_cpu, on_gpu = (model_memory(outline(str(target), each), each) for each in (EngineConfig(), engine))
     assert on_gpu.activations > on_cpu.activations, "copies of a prefix, and scores"
-    fitting = (int(10 * GIB * 0.9) - on_gpu.weights - on_gpu.activations) // on_gpu.slot - SPARE_SLOTS
+    fitting = (int(10 * GIB * 0.9) - on_gpu.weights - on_gpu.activations) // on_gpu.bytes_per_slot - SPARE_SLOTS
     assert planned(target, engine.model_copy(update={"max_num_seqs": 2**20})) == fitting
 
 
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
     meminfo.write_text("MemTotal: 8000 kB\nMemAvailable: 6000 kB\n")
-    monkeypatch.setattr(memory_plan, "MEMINFO", meminfo)
-    monkeypatch.setattr(memory_plan, "CGROUP_LIMIT", limit)
+    monkeypatch.setattr(device_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(device_memory, "CGROUP_LIMIT", limit)
     cpu = torch.device("cpu")
-    assert device_memory(cpu) == (6000 * 1024, 8000 * 1024)
+    assert device_memory.device_memory(cpu) == (6000 * 1024, 8000 * 1024)
     for text, expected in (("max\n", (6000, 8000)), ("7168000\n", (6000, 7000)), ("1024000\n", (1000, 1000))):
         limit.write_text(text)
-        assert device_memory(cpu) == (expected[0] * 1024, expected[1] * 1024)
+        assert device_memory.device_memory(cpu) == (expected[0] * 1024, expected[1] * 1024)
     meminfo.unlink()
-    assert device_memory(cpu) is None
+    assert device_memory.device_memory(cpu) is None
 
 
 @pytest.mark.parametrize(

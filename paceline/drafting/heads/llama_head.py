@@ -49,7 +49,7 @@ class LlamaHead(HeadNetwork):
         self._network, _ = make_network(
             layers,
             heads,
-            slots + 1,
+            slots,
             RotaryTables.of(rotary.to(target.device), target.max_model_len),
             hidden=int(config.hidden_size),
             eps=float(config.rms_norm_eps),

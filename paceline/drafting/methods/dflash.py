@@ -107,7 +107,7 @@ class DFlashNetwork:
         self.slots = slots
         self.ids = weights.target_ids()
         heads = Heads.of(decoder)
-        self._cache = KVCache(int(decoder.num_hidden_layers), slots + 1, heads, target.dtype, target.device)
+        self._cache = KVCache(int(decoder.num_hidden_layers), slots, heads, target.dtype, target.device)
         positions = target.max_model_len + self.config.block
         tables = RotaryTables.of(LlamaRotaryEmbedding(decoder).to(target.device), positions)
         self._rotary = RotaryEmbedding(tables, torch.empty(1, dtype=target.dtype, device=target.device))

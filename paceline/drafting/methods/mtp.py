@@ -137,7 +137,7 @@ class TransformersHead(HeadNetwork):
         self._embedding, self._output = target.embedding(), target.output
         self._rotary = rotary.to(target.device)
         like = torch.empty(0, dtype=target.dtype, device=target.device)
-        self._attention, _ = make_attention(1, Heads.of(config), slots + 1, like)
+        self._attention, _ = make_attention(1, Heads.of(config), slots, like)
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
         this = self._attention(rows)

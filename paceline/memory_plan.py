@@ -22,8 +22,9 @@ import torch
 from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.drafting.auto_method import mtp_layer_names
 from paceline.drafting.method_registry import hidden_state_layers
-from paceline.model.attention import Heads, KVCache
+from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
+from paceline.model.device_memory import device_memory, gigabytes
 from paceline.model.loading import outline
 from paceline.model.native.native_network import head_width
 from paceline.model.target_weights import TargetWeights
@@ -31,38 +32,38 @@ from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_mode
 
 log = logging.getLogger(__name__)
 
-MEMINFO = Path("/proc/meminfo")
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 FEWEST_SLOTS = 256
-SPARE_SLOTS = 2
-"""Slots of a cache beyond those that requests use."""
 LOGIT_COPIES = 4
 """Float32 copies of a pass's logits that a draw may hold: scaled, filtered and with noise."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerNeed:
-    """In bytes. `slot`: of each slot."""
+class WorkerMemory:
+    """What a process needs, in bytes."""
 
     weights: int = 0
     activations: int = 0
-    slot: int = 0
+    bytes_per_slot: int = 0
 
-    def __add__(self, other: WorkerNeed) -> WorkerNeed:
+    def __add__(self, other: WorkerMemory) -> WorkerMemory:
         """Of both together."""
-        return WorkerNeed(self.weights + other.weights, self.activations + other.activations, self.slot + other.slot)
+        return WorkerMemory(
+            self.weights + other.weights,
+            self.activations + other.activations,
+            self.bytes_per_slot + other.bytes_per_slot,
+        )
 
-    def __mul__(self, workers: int) -> WorkerNeed:
-        return WorkerNeed(self.weights * workers, self.activations * workers, self.slot * workers)
+    def __mul__(self, workers: int) -> WorkerMemory:
+        return WorkerMemory(self.weights * workers, self.activations * workers, self.bytes_per_slot * workers)
 
     def slots_in(self, memory: int) -> int:
         """How many slots fit into this many bytes; below 0 if not even the weights do."""
-        return (memory - self.weights - self.activations) // self.slot - SPARE_SLOTS
+        return (memory - self.weights - self.activations) // self.bytes_per_slot - SPARE_SLOTS
 
     def __str__(self) -> str:
         return (
             f"{gigabytes(self.weights)} of weights, {gigabytes(self.activations)} of activations and "
-            f"{self.slot / 1024:.1f} KiB for each position"
+            f"{self.bytes_per_slot / 1024:.1f} KiB for each position"
         )
 
 
@@ -78,16 +79,16 @@ def plan_memory(
     models = [name for name in (target_model, speculation.model) if name is not None]
     if engine.slots is not None or any(map(is_fake_model, models)):
         return engine
-    lender, target_need = None, WorkerNeed()
+    lender, target_need = None, WorkerMemory()
     if target_model is not None:
         size = engine.tensor_parallel_size if target else 1  # in a draft worker it is the draft's
         if (found := _outlined(target_model, engine.model_copy(update={"tensor_parallel_size": size}))) is None:
             return engine
         lender, target_need = found
-    draft_need, states = _draft_needs(speculation, engine, lender, worker=not target)
+    draft_need, states = _draft_memory(speculation, engine, lender, worker=not target)
     target_need += states
     own = target_need * target + draft_need * draft
-    if not own.slot:
+    if not own.bytes_per_slot:
         return engine
     targets, drafts = engine.device_workers or (int(target), int(not target))
     everyone = own * targets if target and draft else target_need * targets + draft_need * drafts
@@ -95,7 +96,9 @@ def plan_memory(
     return _with_slots(engine, own, everyone, max(longest, FEWEST_SLOTS) if target else FEWEST_SLOTS, longest)
 
 
-def _with_slots(engine: EngineConfig, own: WorkerNeed, everyone: WorkerNeed, least: int, longest: int) -> EngineConfig:
+def _with_slots(
+    engine: EngineConfig, own: WorkerMemory, everyone: WorkerMemory, least: int, longest: int
+) -> EngineConfig:
     """`own` must fit into what is free, `everyone` on the device into all of it, free or not: so a worker that starts
     again beside the others plans as it did at first. `longest`: positions of the longest request."""
     device, share = torch.device(engine.device), engine.device_memory_utilization
@@ -111,17 +114,21 @@ def _with_slots(engine: EngineConfig, own: WorkerNeed, everyone: WorkerNeed, lea
                 f"{workers} worker{'s' * (workers > 1)} with {need}: lower max_model_len, raise "
                 f"device_memory_utilization ({share:g}), or set slots"
             )
-    parts = {"weights": own.weights, "activations": own.activations, "slots": own.slot * (slots + SPARE_SLOTS)}
+    parts = {
+        "weights": own.weights,
+        "activations": own.activations,
+        "slots": own.bytes_per_slot * (slots + SPARE_SLOTS),
+    }
     sizes = {f"{name}_gib": round(count / 2**30, 3) for name, count in parts.items()}
     log.info("memory planned", extra={"slots": slots, **sizes})
     return engine.model_copy(update={"slots": slots})
 
 
-def _outlined(model: str, engine: EngineConfig) -> tuple[TargetWeights, WorkerNeed] | None:
+def _outlined(model: str, engine: EngineConfig) -> tuple[TargetWeights, WorkerMemory] | None:
     """A model as drafts see their target, without matrices, and its need; None if its code fails here."""
     try:
         network = outline(model, engine)
-        return _as_target(network, model, engine), model_need(network, engine)
+        return _as_target(network, model, engine), model_memory(network, engine)
     except Exception:  # code of any architecture may fail in any way; loading it says what is wrong
         log.debug("%s has no outline", model, exc_info=True)
         return None
@@ -144,7 +151,7 @@ def _own_length(config: Any) -> int:
     return int(getattr(config, "max_position_embeddings", None) or UNPLANNED_SLOTS)
 
 
-def model_need(network: Any, engine: EngineConfig) -> WorkerNeed:
+def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
     """Of an outlined model's process, or of each rank."""
     config = network.config.get_text_config(decoder=True)
     heads, size, dtype = Heads.of(config), engine.tensor_parallel_size, next(network.parameters()).dtype
@@ -154,7 +161,7 @@ def model_need(network: Any, engine: EngineConfig) -> WorkerNeed:
         heads = heads_per_rank(heads, network.tp_plan or {}, size)
     weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
     slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))
-    return WorkerNeed(weights, _activations(config, heads, dtype, engine), slot)
+    return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 
 
 def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> int:
@@ -171,9 +178,9 @@ def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineCo
     return total
 
 
-def _draft_needs(
+def _draft_memory(
     speculation: SpeculativeConfig, engine: EngineConfig, target: TargetWeights | None, *, worker: bool
-) -> tuple[WorkerNeed, WorkerNeed]:
+) -> tuple[WorkerMemory, WorkerMemory]:
     """Of a speculator, and of the hidden states that its target keeps by slot.
 
     A head in a draft worker reads two matrices of its target, and counts a pass of the target's. Nothing for a class of
@@ -182,30 +189,45 @@ def _draft_needs(
     """
     row = METHODS.get(speculation.method)
     if not speculation.enabled or row is None or speculation.method == "custom_class":
-        return WorkerNeed(), WorkerNeed()
+        return WorkerMemory(), WorkerMemory()
     try:
         if row.kind == "model" and speculation.model is not None:
             size = speculation.draft_tensor_parallel_size
             settings = engine.model_copy(update={"max_model_len": None, "tensor_parallel_size": size})
             found = _outlined(speculation.model, settings)
-            return WorkerNeed() if found is None else found[1], WorkerNeed()
+            return WorkerMemory() if found is None else found[1], WorkerMemory()
         if target is None:
-            return WorkerNeed(), WorkerNeed()
+            return WorkerMemory(), WorkerMemory()
         number = target.hidden_size * target.dtype.itemsize
-        layers = hidden_state_layers(speculation, engine, lambda: target)
-        head = memory_need(speculation, target, 1 - SPARE_SLOTS, 0, padded=True)  # the cache of one slot
-        matrices = activations = 0
+        states = WorkerMemory(bytes_per_slot=len(hidden_state_layers(speculation, engine, lambda: target)) * number)
+        head = _checkpoint_memory(speculation, target)
         if worker and head.weights:
-            matrices = 2 * target.vocabulary_size * number
             activations = _activations(target.config, Heads.of(target.config), target.dtype, engine)
-        return WorkerNeed(head.weights + matrices, activations, head.cache), WorkerNeed(slot=len(layers) * number)
+            head += WorkerMemory(2 * target.vocabulary_size * number, activations)
+        return head, states
     except (ValueError, OSError, ModelNotFoundError):
-        return WorkerNeed(), WorkerNeed()
+        return WorkerMemory(), WorkerMemory()
+
+
+def _checkpoint_memory(config: SpeculativeConfig, target: TargetWeights) -> WorkerMemory:
+    """The weights and the cache of a speculator with a checkpoint; nothing for others.
+
+    Raises `CheckpointError` or `ModelNotFoundError`.
+    """
+    row = METHODS.get(config.method)
+    if row is None or row.kind not in ("model", "head") or (config.model and is_fake_model(config.model)):
+        return WorkerMemory()
+    checkpoint = Checkpoint(target.folder if config.model is None else resolve_model(config.model))
+    names = mtp_layer_names(checkpoint) if config.model is None else checkpoint.names
+    size = target.dtype.itemsize
+    weights = sum(math.prod(checkpoint.shape(name)) for name in names) * size
+    return WorkerMemory(weights, 0, cached_numbers(config.method, checkpoint.config, target.config.to_dict()) * size)
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryNeed:
-    """In bytes. `states`: the target's hidden states, kept by slot."""
+class DraftMemory:
+    """What a draft in the target's process needs beside the target, in bytes. `states`: the target's hidden states,
+    kept by slot."""
 
     weights: int = 0
     cache: int = 0
@@ -220,32 +242,19 @@ class MemoryNeed:
         return free is None or self.total <= free
 
 
-def memory_need(
-    config: SpeculativeConfig, target: TargetWeights, slots: int, state_layers: int, *, padded: bool = False
-) -> MemoryNeed:
-    """Of a speculator in the target's process. `state_layers`: the number of target layers whose output it reads.
-    `padded`: heads are as wide as native code wants them.
+def draft_memory(config: SpeculativeConfig, target: TargetWeights, slots: int, state_layers: int) -> DraftMemory:
+    """`state_layers`: the number of target layers whose output the draft reads.
 
     Raises `CheckpointError` or `ModelNotFoundError`.
     """
-    row = METHODS.get(config.method)
-    if row is None or row.kind not in ("model", "head") or (config.model and is_fake_model(config.model)):
-        return MemoryNeed()
-    size = target.dtype.itemsize
-    own = config.model is None
-    checkpoint = Checkpoint(target.folder if own or config.model is None else resolve_model(config.model))
-    names = mtp_layer_names(checkpoint) if own else checkpoint.names
-    return MemoryNeed(
-        weights=sum(math.prod(checkpoint.shape(name)) for name in names) * size,
-        cache=cache_positions(config.method, checkpoint.config, target.config.to_dict(), padded=padded)
-        * (slots + SPARE_SLOTS)
-        * size,
-        states=state_layers * target.hidden_size * (slots + 1) * size,
-    )
+    draft = _checkpoint_memory(config, target)
+    states = state_layers * target.hidden_size * target.dtype.itemsize
+    return DraftMemory(draft.weights, draft.bytes_per_slot * (slots + SPARE_SLOTS), states * (slots + 1))
 
 
-def cache_positions(method: str, config: Any, target: dict[str, Any], *, padded: bool = False) -> int:
-    """Numbers in a draft's KV cache per position. Keys missing in its config.json are those of the target."""
+def cached_numbers(method: str, config: Any, target: dict[str, Any]) -> int:
+    """Numbers in a slot of a draft's KV cache, in heads as wide as native code wants them. Keys missing in its
+    config.json are those of the target."""
     cached_layers = METHODS[method].cached_layers
     if cached_layers == "none":
         return 0
@@ -255,37 +264,4 @@ def cache_positions(method: str, config: Any, target: dict[str, Any], *, padded:
         shape.pop("head_dim", None)
     heads = Heads.of(SimpleNamespace(**shape))
     layers = int(shape["num_hidden_layers"]) if cached_layers == "all" else 1
-    return layers * 2 * heads.kv_heads * (head_width(heads) if padded else heads.head_size)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Free bytes on this device; None if unknown."""
-    memory = device_memory(device)
-    return None if memory is None else memory[0]
-
-
-def device_memory(device: torch.device) -> tuple[int, int] | None:
-    """Free bytes and all bytes of this device, within the container's limit; None if unknown."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free), int(total)
-    meminfo = MEMINFO.read_text() if MEMINFO.is_file() else ""
-    unused, everything = available(meminfo), available(meminfo, "MemTotal")
-    if unused is None or everything is None:
-        return None
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
-    most = everything if limit == "max" else int(limit)
-    return min(unused, most), min(everything, most)
-
-
-def available(meminfo: str, name: str = "MemAvailable") -> int | None:
-    """MemAvailable, or another value, in bytes, from the text of /proc/meminfo; None if it is missing."""
-    for line in meminfo.splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    return None
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+    return layers * 2 * heads.kv_heads * head_width(heads)
