@@ -1,4 +1,4 @@
-"""Log lines: time, level, service, message, then key=value pairs; or the same as JSON, one object per line.
+"""Log lines: time, level, service, message, then key=value pairs.
 
 Code uses the standard library and puts values into `extra`:
 
@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, TextIO
 
 # Attributes of every record. Python 3.12 adds `taskName`; uvicorn repeats its message in `color_message`.
@@ -24,19 +24,16 @@ _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRIT
 _PLAIN = "\x1b[0m"
 
 
-def configure(service: str, worker_id: str = "", level: int | str = "INFO", *, json: bool = False) -> None:
+def configure(service: str, worker_id: str = "", level: int | str = "INFO") -> None:
     """Make this process log to stderr. Call it once, at the beginning of `main`."""
-    handler = make_handler(service, worker_id, sys.stderr, json=json)
+    handler = make_handler(service, worker_id, sys.stderr)
     logging.basicConfig(handlers=[handler], level=level, force=True)
 
 
-def make_handler(service: str, worker_id: str, stream: TextIO, *, json: bool = False) -> logging.Handler:
-    """A handler that writes lines, in colour on a terminal; with `json`, JSON objects."""
+def make_handler(service: str, worker_id: str, stream: TextIO) -> logging.Handler:
+    """A handler that writes lines, in colour on a terminal."""
     handler = logging.StreamHandler(stream)
-    if json:
-        handler.setFormatter(JsonFormatter(service, worker_id))
-    else:
-        handler.setFormatter(LineFormatter(service, worker_id, colour=stream.isatty()))
+    handler.setFormatter(LineFormatter(service, worker_id, colour=stream.isatty()))
     return handler
 
 
@@ -56,27 +53,6 @@ class LineFormatter(logging.Formatter):
             line += "\n" + self.formatException(record.exc_info)
         colour = self._colours.get(record.levelno)
         return f"{colour}{line}{_PLAIN}" if colour else line
-
-
-class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON. Values that JSON does not have are written as text."""
-
-    def __init__(self, service: str, worker_id: str) -> None:
-        super().__init__()
-        self._source = {"service": service, "worker": worker_id}
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            **self._source,
-            "logger": record.name,
-            "message": record.getMessage(),
-            **_extra(record),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
 
 
 def _extra(record: logging.LogRecord) -> Mapping[str, Any]:

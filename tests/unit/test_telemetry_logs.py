@@ -1,7 +1,6 @@
 """Log lines, among them the one about acceptance."""
 
 import io
-import json
 import logging
 import re
 import subprocess
@@ -21,9 +20,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def logger_to(stream: io.StringIO, *, json: bool = False) -> logging.Logger:
+def logger_to(stream: io.StringIO) -> logging.Logger:
     logger = logging.Logger("paceline.test")
-    logger.addHandler(make_handler("target", "a1b2", stream, json=json))
+    logger.addHandler(make_handler("target", "a1b2", stream))
     return logger
 
 
@@ -64,17 +63,6 @@ def test_the_process_logs_to_stderr_from_its_level_up() -> None:
 def test_lines_are_coloured_on_a_terminal_only(stream: io.StringIO, coloured: bool) -> None:
     logger_to(stream).warning("careful")
     assert ("\x1b[33m" in stream.getvalue()) is coloured
-
-
-def test_json_is_one_object_per_line() -> None:
-    stream = io.StringIO()
-    logger = logger_to(stream, json=True)
-    logger.info("model loaded", extra={"slots": 16384, "shape": set})
-    log_a_failure(logger)
-    loaded, failed = map(json.loads, stream.getvalue().splitlines())
-    assert (loaded["service"], loaded["worker"], loaded["level"]) == ("target", "a1b2", "info")
-    assert (loaded["message"], loaded["slots"]) == ("model loaded", 16384)
-    assert "ValueError: bad frame" in failed["exception"]
 
 
 def test_the_acceptance_line_has_all_figures() -> None:
