@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import Protocol
 
 from paceline.core.messages import SpeculationStats
-from paceline.core.policy.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,6 @@ class AcceptanceCounts:
             rates.append(accepted / tried if tried else 0.0)
             above = accepted
         return rates
-
-    def calibration(self) -> list[float | None]:
-        """Share of accepted nodes in each bin of the speculator's probability (`Calibration`); None for empty bins."""
-        drafted, accepted = Calibration.by_bin(self.cell_drafted), Calibration.by_bin(self.cell_accepted)
-        return [a / d if d else None for d, a in zip(drafted, accepted, strict=True)]
 
     def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
         return AcceptanceCounts(

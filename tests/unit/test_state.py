@@ -152,11 +152,6 @@ async def test_counts_of_a_pair_add_up(store: StateStore) -> None:
     assert await store.acceptance.acceptance("never", "seen") == AcceptanceCounts()
 
 
-def test_a_calibration_is_the_accepted_share_of_each_bin() -> None:
-    counts = AcceptanceCounts(4, (), (), (3, *[0] * 10, 1, 1), (1, *[0] * 10, 1, 1))
-    assert counts.calibration() == pytest.approx([0.5, 1.0])
-
-
 async def test_simultaneous_records_lose_nothing(store: StateStore) -> None:
     await asyncio.gather(*(store.acceptance.record("m", "ngram", ONE) for _ in range(100)))
     assert (await store.acceptance.acceptance("m", "ngram")).accepted == pytest.approx(100)
