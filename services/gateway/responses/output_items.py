@@ -7,136 +7,79 @@ summarised both OpenAI and vLLM have `reasoning_text`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 Json = dict[str, Any]
 
+MESSAGE_TEXT = "output_text"
+"""The only part with log-probabilities."""
 
-class OutputItem(ABC):
-    """One item. Events have no `sequence_number` yet."""
 
-    def __init__(self, item_id: str, index: int) -> None:
-        """`index`: of the item in the response's output."""
-        self._id = item_id
-        self._index = index
-        self._status = "in_progress"
-        self._texts: list[str] = []
+@dataclass(slots=True)
+class OutputItem:
+    """One item. Its events have no `sequence_number` yet."""
+
+    id: str
+    index: int
+    """In the response's output."""
+    type: str
+    fields: Json
+    """The fields that only items of this type have, but for the text."""
+    part: str = ""
+    """The type of a text item's part. Empty: a function call, whose text is the arguments."""
+    status: str = "in_progress"
+    texts: list[str] = field(default_factory=list)
+    log_probs: list[Json] = field(default_factory=list)
+    """Of a message's tokens, in the shape of chat completions; empty unless the client asks for them."""
 
     @property
-    def text(self) -> str:
-        """The item's text, or a function's arguments, so far."""
-        return "".join(self._texts)
-
-    @property
-    @abstractmethod
     def as_json(self) -> Json:
         """The item so far."""
+        text: Json = {"content": [self._part()] if self.texts else []} if self.part else {"arguments": self._text}
+        return {"id": self.id, "type": self.type, "status": self.status, **self.fields, **text}
 
     def added(self) -> Iterator[Json]:
         """The events with which the item begins."""
-        yield {"type": "response.output_item.added", "output_index": self._index, "item": self.as_json}
+        yield self._item_event("added")
+        if self.part:
+            yield self._text_event("content_part.added", part=self._part())
 
-    @abstractmethod
     def delta(self, text: str, log_probs: Sequence[Json]) -> Json:
-        """Append some text; returns the event. `log_probs`: of the text's tokens, for messages only."""
+        """Append some text; returns the event. `log_probs`: of the text's tokens."""
+        self.texts.append(text)
+        self.log_probs += log_probs
+        return self._text_event(f"{self._text_name}.delta", delta=text, **self._shown(log_probs))
 
     def done(self, status: str) -> Iterator[Json]:
         """The events with which the item ends. `status`: completed, or incomplete."""
-        self._status = status
-        yield {"type": "response.output_item.done", "output_index": self._index, "item": self.as_json}
-
-
-class _TextItem(OutputItem):
-    events: ClassVar[str]
-    """Prefix of the types of its own events."""
-
-    @abstractmethod
-    def _part(self) -> Json:
-        """The item's one part so far."""
-
-    def added(self) -> Iterator[Json]:
-        yield from super().added()
-        yield self._event("response.content_part.added", part=self._part())
-
-    def delta(self, text: str, log_probs: Sequence[Json]) -> Json:
-        self._texts.append(text)
-        return self._event(f"{self.events}.delta", delta=text)
-
-    def done(self, status: str) -> Iterator[Json]:
-        yield self._event(f"{self.events}.done", text=self.text)
-        yield self._event("response.content_part.done", part=self._part())
-        yield from super().done(status)
-
-    def _content(self) -> list[Json]:
-        return [self._part()] if self._texts else []
-
-    def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": kind, "item_id": self._id, "output_index": self._index, "content_index": 0, **fields}
-
-
-class OutputMessage(_TextItem):
-    """The answer."""
-
-    events = "response.output_text"
-
-    def __init__(self, item_id: str, index: int) -> None:
-        super().__init__(item_id, index)
-        self.log_probs: list[Json] = []
-        """Of its tokens, in the shape of chat completions; empty unless the client asks for them."""
+        self.status = status
+        text = {"text" if self.part else "arguments": self._text}
+        yield self._text_event(f"{self._text_name}.done", **text, **self._shown(self.log_probs))
+        if self.part:
+            yield self._text_event("content_part.done", part=self._part())
+        yield self._item_event("done")
 
     @property
-    def as_json(self) -> Json:
-        message = {"id": self._id, "type": "message", "role": "assistant", "status": self._status}
-        return message | {"content": self._content()}
-
-    def delta(self, text: str, log_probs: Sequence[Json]) -> Json:
-        self.log_probs += log_probs
-        return super().delta(text, log_probs) | {"logprobs": list(log_probs)}
-
-    def done(self, status: str) -> Iterator[Json]:
-        text_done, *others = super().done(status)
-        yield text_done | {"logprobs": self.log_probs}
-        yield from others
-
-    def _part(self) -> Json:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.log_probs)}
-
-
-class OutputReasoning(_TextItem):
-    """What the model thinks before it answers."""
-
-    events = "response.reasoning_text"
+    def _text(self) -> str:
+        return "".join(self.texts)
 
     @property
-    def as_json(self) -> Json:
-        item = {"id": self._id, "type": "reasoning", "status": self._status, "summary": []}
-        return item | {"content": self._content()}
+    def _text_name(self) -> str:
+        """What events call the text."""
+        return self.part or "function_call_arguments"
 
     def _part(self) -> Json:
-        return {"type": "reasoning_text", "text": self.text}
+        annotations: Json = {"annotations": []} if self.part == MESSAGE_TEXT else {}
+        return {"type": self.part, "text": self._text, **annotations, **self._shown(self.log_probs)}
 
+    def _shown(self, log_probs: Sequence[Json]) -> Json:
+        return {"logprobs": [*log_probs]} if self.part == MESSAGE_TEXT else {}
 
-class OutputFunctionCall(OutputItem):
-    """A call of one of the request's functions. Its text is the arguments."""
+    def _item_event(self, kind: str) -> Json:
+        return {"type": f"response.output_item.{kind}", "output_index": self.index, "item": self.as_json}
 
-    def __init__(self, item_id: str, index: int, call_id: str, name: str) -> None:
-        super().__init__(item_id, index)
-        self._call = {"call_id": call_id, "name": name}
-
-    @property
-    def as_json(self) -> Json:
-        return {"id": self._id, "type": "function_call", "status": self._status, **self._call, "arguments": self.text}
-
-    def delta(self, text: str, log_probs: Sequence[Json]) -> Json:
-        self._texts.append(text)
-        return self._event("delta", delta=text)
-
-    def done(self, status: str) -> Iterator[Json]:
-        yield self._event("done", arguments=self.text)
-        yield from super().done(status)
-
-    def _event(self, kind: str, **fields: Any) -> Json:
-        kind = f"response.function_call_arguments.{kind}"
-        return {"type": kind, "item_id": self._id, "output_index": self._index, **fields}
+    def _text_event(self, kind: str, **fields: Any) -> Json:
+        part: Json = {"content_index": 0} if self.part else {}
+        return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.index, **part, **fields}

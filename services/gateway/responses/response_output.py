@@ -6,12 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
-from paceline_services.gateway.responses.output_items import (
-    OutputFunctionCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-)
+from paceline_services.gateway.responses.output_items import MESSAGE_TEXT, OutputItem
 
 Json = dict[str, Any]
 
@@ -38,39 +33,35 @@ class ResponseOutput:
         """Append what the parser has found. `log_probs`: of the tokens of `Content`."""
         match event:
             case Content(text) if text:
-                yield from self._switch_to(OutputMessage, "msg")
+                yield from self._switch_to("msg", "message", MESSAGE_TEXT, role="assistant")
                 yield self._delta(text, log_probs)
             case Reasoning(text) if text:
-                yield from self._switch_to(OutputReasoning, "rs")
+                yield from self._switch_to("rs", "reasoning", "reasoning_text", summary=[])
                 yield self._delta(text)
             case ToolCall(index, name):
-                yield from self._begin(OutputFunctionCall(self._id("fc"), len(self._items), self._call_id(index), name))
-            case ToolArguments(_, text) if text and isinstance(self._open, OutputFunctionCall):
+                yield from self._begin("fc", "function_call", call_id=self._call_id(index), name=name)
+            case ToolArguments(_, text) if text and self._open is not None and not self._open.part:
                 yield self._delta(text)
 
     def close(self, status: str, log_probs: Sequence[Json] = ()) -> Iterator[Json]:
         """End the last item. `status`: completed or incomplete. `log_probs`: of tokens without a text."""
         item, self._open = self._open, None
-        if isinstance(item, OutputMessage):
-            item.log_probs += log_probs
         if item is not None:
+            item.log_probs += log_probs
             yield from item.done(status)
 
-    def _switch_to(self, kind: type[OutputMessage | OutputReasoning], prefix: str) -> Iterator[Json]:
-        """Begin an item of this kind, unless the last one is of it and open."""
-        if not isinstance(self._open, kind):
-            yield from self._begin(kind(self._id(prefix), len(self._items)))
+    def _switch_to(self, prefix: str, kind: str, part: str, **fields: Any) -> Iterator[Json]:
+        """Begin an item with this part, unless the last one has it and is open."""
+        if self._open is None or self._open.part != part:
+            yield from self._begin(prefix, kind, part, **fields)
 
-    def _begin(self, item: OutputItem) -> Iterator[Json]:
+    def _begin(self, prefix: str, kind: str, part: str = "", **fields: Any) -> Iterator[Json]:
         yield from self.close("completed")
-        self._items.append(item)
-        self._open = item
-        yield from item.added()
+        index = len(self._items)
+        self._open = OutputItem(f"{prefix}_{self._request_id}_{index}", index, kind, fields, part)
+        self._items.append(self._open)
+        yield from self._open.added()
 
     def _delta(self, text: str, log_probs: Sequence[Json] = ()) -> Json:
         assert self._open is not None
         return self._open.delta(text, log_probs)
-
-    def _id(self, prefix: str) -> str:
-        """The id of the next item."""
-        return f"{prefix}_{self._request_id}_{len(self._items)}"
