@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 
@@ -51,15 +51,37 @@ def default_speculative_config(model: str) -> SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
-    """One gateway with its targets and drafts. `plan_deployment` makes it."""
+class DeploymentOptions:
+    """The options of `paceline serve`."""
 
-    model: str
-    served_model_name: str
+    model: str = TARGET
+    speculation: SpeculativeConfig | None = None
+    """None: the default for the model."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = LOOPBACK
+    port: int = 0
+    draft_workers: int = 1
+    target_workers: int = 1
+    served_model_name: str | None = None
+    api_keys: Path | None = None
+    """File of API keys for the gateway; None: it asks for none."""
+    vllm: VllmOptions | None = None
+    """How vLLM computes for the targets; None: our own engine does."""
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    """How the model writes tool calls and reasoning; auto: as its chat template shows."""
+    otlp_traces_endpoint: str | None = None
+    """The collector for all services' traces; None: as their environment says."""
+    demo_page: bool = False
+    """Whether the gateway's page may have a draft worker killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment(DeploymentOptions):
+    """One gateway with its targets and drafts. `plan_deployment` makes it from the options."""
+
     speculation: SpeculativeConfig
-    engine: EngineConfig
-    host: str
-    port: int
+    served_model_name: str
     targets: dict[str, int]
     """By worker id: the port, which a worker keeps over restarts."""
     drafts: dict[str, int]
@@ -71,19 +93,8 @@ class Deployment:
     """By worker id: the address at which targets reach a draft, if it differs from where it listens."""
     rendezvous_ports: dict[str, int] = field(default_factory=dict)
     """By worker id: the port where its ranks meet, if several processes share its model."""
-    api_keys: Path | None = None
-    """File of API keys for the gateway; None: it asks for none."""
     grpc_port: int = 0
     """The gateway's gRPC port; 0: any."""
-    vllm: VllmOptions | None = None
-    """How vLLM computes for the targets; None: our own engine does."""
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    """How the model writes tool calls and reasoning; auto: as its chat template shows."""
-    otlp_traces_endpoint: str | None = None
-    """The collector for all services' traces; None: as their environment says."""
-    demo_page: bool = False
-    """Whether the gateway's page may have a draft worker killed."""
 
     @property
     def target_cores(self) -> list[int]:
@@ -200,26 +211,6 @@ class Deployment:
         return [rank_0, *others]
 
 
-@dataclass(frozen=True, slots=True)
-class DeploymentOptions:
-    """The options of `paceline serve`. `speculation` None: the default for the model."""
-
-    model: str = TARGET
-    speculation: SpeculativeConfig | None = None
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    host: str = LOOPBACK
-    port: int = 0
-    draft_workers: int = 1
-    target_workers: int = 1
-    served_model_name: str | None = None
-    api_keys: Path | None = None
-    vllm: VllmOptions | None = None
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    otlp_traces_endpoint: str | None = None
-    demo_page: bool = False
-
-
 def plan_deployment(options: DeploymentOptions) -> Deployment:
     """Decide everything that can be decided before a service starts. Raises `StartError` if it cannot work."""
     try:
@@ -238,24 +229,16 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
     workers = (*targets, *drafts)
     shared = [*(targets if options.engine.tensor_parallel_size > 1 and options.vllm is None else ())]
     shared += drafts if speculation.draft_tensor_parallel_size > 1 else ()
+    planned = replace(
+        options, model=model, speculation=speculation, served_model_name=name, port=port, draft_workers=draft_workers
+    )
     return Deployment(
-        model=model,
-        served_model_name=name,
-        speculation=speculation,
-        engine=options.engine,
-        host=options.host,
-        port=port,
+        **{each.name: getattr(planned, each.name) for each in fields(planned)},
         targets=targets,
         drafts=drafts,
         metrics=dict(zip(workers, free[len(workers) :], strict=False)),
         cores=dict(zip(targets, _cores(options, model), strict=True)),
         rendezvous_ports=dict(zip(shared, free[2 * len(workers) :], strict=False)),
-        api_keys=options.api_keys,
-        vllm=options.vllm,
-        tool_call_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser,
-        otlp_traces_endpoint=options.otlp_traces_endpoint,
-        demo_page=options.demo_page,
     )
 
 
