@@ -11,8 +11,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 import paceline
+from paceline_services.gateway.field_types import Body
 from paceline_services.gateway.http.auth_middleware import client_of
-from paceline_services.gateway.http.field_types import Body
 from paceline_services.gateway.http.http_body import JsonResponse, parse_body, read_body
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.pages.fleet_report import FleetReport

@@ -11,16 +11,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, field
 
 from paceline.config import SamplingParams
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.http.field_types import (
+from paceline_services.gateway.field_types import (
     IDS,
     TEXT,
     TEXTS,
     Body,
     Renamed,
-    Replaced,
     Unsupported,
     Unused,
     any_of,
+    refused,
 )
 from paceline_services.gateway.openai.chat_message import ChatMessage
 from paceline_services.gateway.openai.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
@@ -49,6 +49,13 @@ MAX_SESSION = 1024
 """Characters of a session's name, which is hashed once for each completion and target."""
 INT32_MAX = 2**31 - 1
 
+NO_SUFFIX = (
+    "no model here fills a gap: send the text before it as the prompt, or both in the model's own fill-in-the-middle "
+    "format"
+)
+Replaced = Annotated[None, refused("is not supported; use tools and tool_choice")]
+"""A field of OpenAI's before there were tools."""
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -66,14 +73,6 @@ def _check_bad_words(words: list[str] | None) -> list[str] | None:
     if characters > MAX_BAD_CHARACTERS:
         raise ValueError(f"{characters} characters together, at most {MAX_BAD_CHARACTERS} are possible")
     return words
-
-
-def _reject_suffix(value: Any) -> None:
-    if value:
-        raise ValueError(
-            "no model here fills a gap: send the text before it as the prompt, or both in the model's own "
-            "fill-in-the-middle format"
-        )
 
 
 StringList = Annotated[
@@ -248,7 +247,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool = True
-    suffix: Annotated[None, BeforeValidator(_reject_suffix)] = None
+    suffix: Annotated[None, refused(NO_SUFFIX)] = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
 
     @field_validator("prompt", mode="before")

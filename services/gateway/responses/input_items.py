@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from paceline_services.gateway.http.field_types import TEXT, Body, Unsupported, Unused, any_of
+from paceline_services.gateway.field_types import TEXT, Body, Unsupported, Unused, any_of
 
 Json = dict[str, Any]
 

@@ -6,75 +6,61 @@ are special tokens of the model stand for these tokens.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline_services.gateway.structured.structure_fields import (
-    ANY_OBJECT,
-    GrammarText,
-    Schema,
-    StructureBody,
-    within_limit,
-)
+from paceline_services.gateway.field_types import Body, Unsupported
+from paceline_services.gateway.structured.structure_fields import ANY_OBJECT, GrammarText, Schema, within_limit
 
 
-def _reject(value: Any) -> None:
-    if value:
-        raise ValueError("is not supported")
-
-
-NotSupported = Annotated[None, BeforeValidator(_reject)]
-"""Of xgrammar, but not implemented: accepted only where it asks for nothing."""
-
-
-class ConstStringFormat(StructureBody):
+class ConstStringFormat(Body):
     """This text."""
 
     type: Literal["const_string"]
     value: str
 
 
-class JsonSchemaFormat(StructureBody):
+class JsonSchemaFormat(Body):
     """JSON that the schema describes."""
 
     type: Literal["json_schema"]
     json_schema: Schema
     style: Literal["json"] = "json"
-    any_order: NotSupported = None
+    any_order: Unsupported = None
 
 
-class RegexFormat(StructureBody):
+class RegexFormat(Body):
     """Text that the expression matches from end to end."""
 
     type: Literal["regex"]
     pattern: GrammarText
-    excludes: NotSupported = None
+    excludes: Unsupported = None
 
 
-class AnyTextFormat(StructureBody):
+class AnyTextFormat(Body):
     """Any text, up to the end of the tag around it."""
 
     type: Literal["any_text"]
-    excludes: NotSupported = None
-    max_tokens: NotSupported = None
+    excludes: Unsupported = None
+    max_tokens: Unsupported = None
 
 
-class SequenceFormat(StructureBody):
+class SequenceFormat(Body):
     """One element after another. Only the last one may have no end of its own."""
 
     type: Literal["sequence"]
     elements: list[Format] = Field(min_length=1)
 
 
-class OrFormat(StructureBody):
+class OrFormat(Body):
     """One of the elements."""
 
     type: Literal["or"]
     elements: list[Format] = Field(min_length=1)
 
 
-class TagFormat(StructureBody):
+class TagFormat(Body):
     """`begin`, the content, and `end`, or one of several ends."""
 
     type: Literal["tag"] = "tag"
@@ -88,7 +74,7 @@ class TagFormat(StructureBody):
         return [self.end] if isinstance(self.end, str) else self.end
 
 
-class TriggeredTagsFormat(StructureBody):
+class TriggeredTagsFormat(Body):
     """Any text, in which a trigger has to go on as a tag that begins with it.
 
     `at_least_one`: the text begins with a tag. `stop_after_first`: it ends with its first tag.
@@ -99,7 +85,7 @@ class TriggeredTagsFormat(StructureBody):
     tags: list[TagFormat] = Field(min_length=1)
     at_least_one: bool = False
     stop_after_first: bool = False
-    excludes: NotSupported = None
+    excludes: Unsupported = None
 
 
 Format = Annotated[
@@ -120,7 +106,7 @@ TagFormat.model_rebuild()
 TriggeredTagsFormat.model_rebuild()
 
 
-class TagStructure(StructureBody):
+class TagStructure(Body):
     """The older form of a tag with JSON in it."""
 
     begin: str
@@ -128,7 +114,7 @@ class TagStructure(StructureBody):
     end: str
 
 
-class StructuralFields(StructureBody):
+class StructuralFields(Body):
     """The two forms of a structural tag."""
 
     format: Annotated[Format | None, BeforeValidator(within_limit)] = None

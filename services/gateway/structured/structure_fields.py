@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import from_json, to_json
 
 from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
 from paceline.text import Tokenizer
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
-
-class StructureBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class GrammarSource(Protocol):

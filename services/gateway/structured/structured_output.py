@@ -22,13 +22,13 @@ from paceline.grammar.grammar_checker import GrammarChecker
 from paceline.grammar.lark import WHITE_SPACE
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
+from paceline_services.gateway.field_types import Body
 from paceline_services.gateway.structured.structural_tag import StructuralFields, StructuralTag
 from paceline_services.gateway.structured.structure_fields import (
     ANY_OBJECT,
     GrammarSource,
     GrammarText,
     Schema,
-    StructureBody,
     parsed,
     within_limit,
 )
@@ -42,7 +42,7 @@ UNHASHED_FIELDS: dict[str, set[str]] = {"json_schema": {"name", "description"}}
 """Fields that do not change the grammar, and may be of any length."""
 
 
-class JsonSchema(StructureBody):
+class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: Schema = Field(ANY_OBJECT, alias="schema", validate_default=False)
@@ -87,7 +87,7 @@ class ResponseFormat(StructuralFields):
                 return ""
 
 
-class StructuredOutputs(StructureBody):
+class StructuredOutputs(Body):
     json_: Schema | None = Field(None, alias="json")
     regex: GrammarText | None = None
     choice: (

@@ -18,19 +18,19 @@ def any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": list(schemas)})
 
 
-def _reject_unsupported(value: Any) -> None:
-    if value:
-        raise ValueError("is not supported")
+def refused(message: str) -> BeforeValidator:
+    """A validator for a field of type None. It accepts values that ask for nothing, such as false."""
+
+    def refuse(value: Any) -> None:
+        if value:
+            raise ValueError(message)
+
+    return BeforeValidator(refuse)
 
 
-def _reject_renamed(value: Any) -> None:
+def _refuse_renamed(value: Any) -> None:
     if value is not None:
         raise ValueError("is a key of structured_outputs now")
-
-
-def _reject_replaced(value: Any) -> None:
-    if value:
-        raise ValueError("is not supported; use tools and tool_choice")
 
 
 TEXT: dict[str, Any] = {"type": "string"}
@@ -46,9 +46,7 @@ TEXT_PARTS: dict[str, Any] = {
 IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 UNUSED = Field(description="accepted as OpenAI does; has no effect here")
 Unused = Annotated[Any, UNUSED]
-Unsupported = Annotated[None, BeforeValidator(_reject_unsupported)]
+Unsupported = Annotated[None, refused("is not supported")]
 """Known, but not implemented: accepted only where it asks for nothing."""
-Renamed = Annotated[None, BeforeValidator(_reject_renamed)]
-"""A field of vLLM before 0.12."""
-Replaced = Annotated[None, BeforeValidator(_reject_replaced)]
-"""A field of OpenAI's before there were tools."""
+Renamed = Annotated[None, BeforeValidator(_refuse_renamed)]
+"""A field of vLLM before 0.12. Even an empty schema asks for something."""
