@@ -1,10 +1,12 @@
-"""Types of fields that several request bodies share."""
+"""Types that several bodies of requests and responses share."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+Json = dict[str, Any]
 
 
 class Body(BaseModel):
@@ -13,7 +15,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
+def any_of(*schemas: Json) -> WithJsonSchema:
     """The types that a client may send, where validation converts them."""
     return WithJsonSchema({"anyOf": list(schemas)})
 
@@ -33,9 +35,9 @@ def _refuse_renamed(value: Any) -> None:
         raise ValueError("is a key of structured_outputs now")
 
 
-TEXT: dict[str, Any] = {"type": "string"}
-TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
-TEXT_PARTS: dict[str, Any] = {
+TEXT: Json = {"type": "string"}
+TEXTS: Json = {"type": "array", "items": TEXT}
+TEXT_PARTS: Json = {
     "type": "array",
     "items": {
         "type": "object",
@@ -43,7 +45,7 @@ TEXT_PARTS: dict[str, Any] = {
         "required": ["type", "text"],
     },
 }
-IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 UNUSED = Field(description="accepted as OpenAI does; has no effect here")
 Unused = Annotated[Any, UNUSED]
 Unsupported = Annotated[None, refused("is not supported")]

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 import paceline
 from paceline_services.gateway.anthropic.messages_api import add_messages_api
+from paceline_services.gateway.api_docs import add_api_docs
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.http.auth_middleware import AuthMiddleware, error_response
@@ -24,7 +25,6 @@ from paceline_services.gateway.http.http_metrics import (
     HttpMetricsMiddleware,
 )
 from paceline_services.gateway.http.operations import add_operations
-from paceline_services.gateway.openai.api_docs import add_api_docs
 from paceline_services.gateway.openai.openai_routes import add_openai_routes
 from paceline_services.gateway.pages.demo_route import add_demo
 from paceline_services.gateway.pages.fleet_report import FleetReport

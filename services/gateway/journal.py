@@ -34,10 +34,10 @@ from paceline.v1 import target_pb2
 from paceline.wire.target_codec import decode_delta, encode_delta
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.served_model import ServedModel, restore_text
 
 T = TypeVar("T")
-Json = dict[str, Any]
 Entry = Json | list[Any]
 """An object; or a delta: index of its completion, when it came, the target's numerics if they are new, its message."""
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import Any
 
 from paceline.core.messages import Delta, GenerationRequest, SpeculationStats, Timings
-
-Json = dict[str, Any]
+from paceline_services.gateway.field_types import Json
 
 
 class RequestUsage:

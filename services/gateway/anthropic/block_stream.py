@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
-from typing import Any
 
 from pydantic_core import from_json
 
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
 from paceline.parsing.json_text import is_json
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.http.server_sent_event import encode_json
-
-Json = dict[str, Any]
 
 EMPTY_BLOCKS: dict[str, Json] = {
     "text": {"type": "text", "text": ""},

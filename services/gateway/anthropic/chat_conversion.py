@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import ValidationError
 
@@ -14,9 +14,8 @@ from paceline_services.gateway.anthropic.message_bodies import (
     MessagesBody,
 )
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody
-
-Json = dict[str, Any]
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
 
 from paceline_services.gateway.anthropic.content_blocks import (
     ContentBlock,
@@ -18,8 +18,7 @@ from paceline_services.gateway.anthropic.content_blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
-
-Json = dict[str, Any]
+from paceline_services.gateway.field_types import Json
 
 SEPARATOR = "\n\n"
 """Between the texts of blocks that become one text."""

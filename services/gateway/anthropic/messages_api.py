@@ -13,14 +13,15 @@ from starlette.responses import Response
 from paceline_services.gateway.anthropic.chat_conversion import FIELDS, chat_body
 from paceline_services.gateway.anthropic.message_bodies import CountTokensBody, MessagesBody
 from paceline_services.gateway.anthropic.message_response import MessageResponse, error_event
+from paceline_services.gateway.api_docs import NUMBER, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.field_types import TEXT
 from paceline_services.gateway.http.error_shape import MESSAGES_PATH
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
 from paceline_services.gateway.http.resumption import begin_request, numbered
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.openai.chat_prompt import render_chat
 from paceline_services.gateway.openai.prompt_encoding import encode
 from paceline_services.gateway.openai.request_builder import build_requests

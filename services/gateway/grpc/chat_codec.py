@@ -11,9 +11,8 @@ from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall
 from paceline.v1 import inference_pb2 as pb
 from paceline.wire.field_codec import set_fields
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.openai.chat_output import ChatOutput
-
-Json = dict[str, Any]
 
 
 def chat_fields(chat: pb.GenerateRequest.Chat) -> Json:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from paceline_services.gateway.api_errors import ApiError
+from paceline_services.gateway.field_types import Json
 
 MESSAGES_PATH = "/v1/messages"
 MESSAGES_REQUEST_ID_HEADER = "request-id"
@@ -22,8 +21,6 @@ MESSAGES_ERROR_TYPES = {
 """By status; of other statuses below 500 `invalid_request_error`, from there on `api_error`."""
 TOO_LONG = "prompt is too long: "
 """The beginning of Anthropic's error about a prompt beyond the context: agents then shorten their conversation."""
-
-Json = dict[str, Any]
 
 
 def is_messages_path(path: str) -> bool:

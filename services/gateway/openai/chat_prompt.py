@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from paceline.text import ChatTemplate, ChatTemplateError, Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.openai.bodies import ChatFields, ReasoningEffort, TokenizeChatBody, TokenizeTextBody
 from paceline_services.gateway.openai.prompt_encoding import encode
-
-Json = dict[str, Any]
 
 RESERVED_VARIABLES = frozenset(
     ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")

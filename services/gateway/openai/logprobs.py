@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.core.messages import Delta, LogProbs
 from paceline.text import Tokenizer
-
-Json = dict[str, Any]
+from paceline_services.gateway.field_types import Json
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, for which JSON has no number."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from paceline.core.messages import Delta, GenerationRequest, VerifiedTree
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.delta_buffer import DeltaBuffer
@@ -26,8 +27,6 @@ from paceline_services.gateway.openai.logprobs import (
 )
 from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.usage import RequestUsage
-
-Json = dict[str, Any]
 
 
 class OpenAIResponse(ABC):

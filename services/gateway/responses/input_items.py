@@ -6,9 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from paceline_services.gateway.field_types import TEXT, Body, Unsupported, Unused, any_of
-
-Json = dict[str, Any]
+from paceline_services.gateway.field_types import TEXT, Body, Json, Unsupported, Unused, any_of
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 MAX_ID = 256

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Json = dict[str, Any]
+from paceline_services.gateway.field_types import Json
 
 MESSAGE_TEXT = "output_text"
 """The only part with log-probabilities."""

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
-from paceline_services.gateway.field_types import TEXT, UNUSED, Body, Unsupported, Unused, any_of
+from paceline_services.gateway.field_types import TEXT, UNUSED, Body, Json, Unsupported, Unused, any_of
 from paceline_services.gateway.openai.bodies import MAX_MESSAGES, SHARED_FIELDS, ChatBody, ReasoningEffort
 from paceline_services.gateway.responses.input_items import OBJECTS, InputItem, ItemId
 from paceline_services.gateway.structured.structured_output import JsonSchema
-
-Json = dict[str, Any]
 
 MAX_METADATA = 16
 LOG_PROBS = "message.output_text.logprobs"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import ValidationError
 
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.responses.input_items import (
     FunctionCallItem,
@@ -17,8 +17,6 @@ from paceline_services.gateway.responses.input_items import (
     ReasoningItem,
 )
 from paceline_services.gateway.responses.response_body import PASSED_ON, AllowedTools, FunctionChoice, ResponseBody
-
-Json = dict[str, Any]
 
 SYSTEM_ROLES = ("system", "developer")
 """Chat templates of open models know the first one only."""

@@ -10,6 +10,7 @@ from paceline.core.messages import Delta, GenerationRequest
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.http.http_body import parse_body
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.journal import Journal, Journals, StreamLeftError
@@ -20,7 +21,7 @@ from paceline_services.gateway.responses.input_items import InputItem
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_conversion import FIELDS, chat_body
 from paceline_services.gateway.responses.response_history import ResponseHistory, StoredResponse, items_json
-from paceline_services.gateway.responses.running_response import Json, RunningResponse
+from paceline_services.gateway.responses.running_response import RunningResponse
 from paceline_services.gateway.responses.truncation import truncated_to_fit
 from paceline_services.gateway.served_model import ServedModel
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -13,12 +12,11 @@ from pydantic_core import from_json
 from paceline.state.state_errors import StateUnavailableError
 from paceline.state.state_store import StateStore
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError, UnavailableError
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.http.server_sent_event import encode_json
 from paceline_services.gateway.responses.input_items import InputItem
 
 log = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 MAX_RECORD_CHARACTERS = 4 * 2**20
 """Of a response with its whole conversation; a longer one is not kept."""

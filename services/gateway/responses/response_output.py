@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.responses.output_items import MESSAGE_TEXT, OutputItem
-
-Json = dict[str, Any]
 
 
 class ResponseOutput:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import re
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
+from paceline_services.gateway.api_docs import NUMBER, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.field_types import TEXT, Json
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse
 from paceline_services.gateway.http.resumption import EVENT_ID, begin_request, numbered
 from paceline_services.gateway.journal import StreamLeftError
-from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER
 from paceline_services.gateway.request_trace import traced
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_generation import ResponseGeneration, ResponseRequests
-
-Json = dict[str, Any]
 
 COLLECTION = "/v1/responses"
 ONE = COLLECTION + "/{response_id}"

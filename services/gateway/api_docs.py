@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
+from paceline_services.gateway.field_types import TEXT, Json
 from paceline_services.gateway.http.operations import AbortBody
 from paceline_services.gateway.openai.bodies import (
     ChatBody,
@@ -21,9 +21,6 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeTextBody,
 )
 
-Json = dict[str, Any]
-
-TEXT: Json = {"type": "string"}
 NUMBER: Json = {"type": "integer"}
 TOKENS: Json = {"type": "array", "items": NUMBER}
 
