@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
 import paceline
 from paceline_services.gateway.anthropic.messages_api import add_messages_api
@@ -79,11 +80,18 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Unknown paths and methods. Starlette's own `Allow` has the methods of one route, a path may have several."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    invalid = InvalidRequestError(message, status=error.status_code, headers=error.headers)
+    headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
+    invalid = InvalidRequestError(message, status=error.status_code, headers=headers)
     return error_response(invalid, request.scope)
+
+
+def _methods(request: Request) -> list[str]:
+    """All methods of the request's path."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
