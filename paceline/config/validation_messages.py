@@ -31,7 +31,7 @@ MESSAGES = {
     "string_too_long": "must have at most {max_length} characters",
     "too_short": "must have at least {min_length} entries",
     "too_long": "must have at most {max_length} entries",
-    "union_tag_not_found": "needs {discriminator}",
+    "union_tag_not_found": "must be an object with a type",
     "json_invalid": "is not valid JSON: {error}",
 }
 """By pydantic's type of error; other types keep the message of the validator or of pydantic."""

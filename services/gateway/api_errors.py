@@ -178,6 +178,9 @@ def _message(detail: ErrorDetails, param: str | None) -> str:
             return f"unknown parameter: {param}"
         case "missing":
             return f"missing parameter: {param}"
+        case "union_tag_invalid":  # the tags are in brackets, see `field_path`
+            kind, known = detail["ctx"]["tag"][1:-1], re.sub(r"[][]", "", detail["ctx"]["expected_tags"])
+            return f"{param}: type {kind[:MAX_ECHOED]!r} is not supported, only {known}"
     message = error_message(detail)
     if message[1:2].islower():  # not "EOF ..."
         message = message[0].lower() + message[1:]

@@ -9,6 +9,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 Json = dict[str, Any]
 
 
+def type_tag(value: Any) -> str | None:
+    """The tag of an object in a union by `type`. In brackets, so that errors do not show it: see `field_path`."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return None if kind is None else f"[{kind}]"
+
+
 class Body(BaseModel):
     """An object that a client sends. Unknown fields are refused."""
 
@@ -18,6 +24,11 @@ class Body(BaseModel):
 def any_of(*schemas: Json) -> WithJsonSchema:
     """The types that a client may send, where validation converts them."""
     return WithJsonSchema({"anyOf": list(schemas)})
+
+
+def as_string_list(value: Any) -> Any:
+    """A text as a list of one; other values unchanged."""
+    return [value] if isinstance(value, str) else value
 
 
 def refused(message: str) -> BeforeValidator:

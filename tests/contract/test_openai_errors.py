@@ -112,6 +112,10 @@ def format_of(schema: object) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
 
 
+def tag_of(content: object) -> dict[str, Any]:
+    return {"response_format": {"type": "structural_tag", "format": content}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -165,6 +169,10 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
         ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        (tag_of({"type": "regex"}), "response_format.format.pattern"),
+        (tag_of({"type": "nope"}), "response_format.format"),
+        (tag_of({"type": "json_schema", "json_schema": 3}), "response_format.format.json_schema"),
+        (tag_of({"type": "tag", "begin": "<", "end": 3, "content": ANY_TEXT}), "response_format.format.end"),
         ({"response_format": {"type": "text", "triggers": ["<"]}}, "response_format"),
         (
             {"response_format": {"type": "structural_tag", "format": ANY_TEXT, "structures": []}},
@@ -220,6 +228,11 @@ async def test_every_error_has_the_same_shape(
     error = error_of(await stack.http.request(method, path, json=body), status)
     assert error["param"] == param
     assert code is None or error["code"] == code
+
+
+async def test_allow_names_all_methods_of_a_path(stack: Stack) -> None:
+    answer = await stack.http.put("/v1/responses/resp_1")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
 
 
 async def test_the_official_client_raises_its_own_exceptions(stack: Stack) -> None:

@@ -384,6 +384,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"include": ["everything"]}, "include[0]"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 3}}}, "text.format.schema"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}},
             "text.format.schema",

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from paceline_services.gateway.api_errors import MAX_ECHOED
-from paceline_services.gateway.field_types import TEXT, any_of
+from paceline_services.gateway.field_types import TEXT, any_of, type_tag
 
 TEXT_OR_BLOCKS = any_of(TEXT, {"type": "array", "items": {"type": "object"}})
 
@@ -78,7 +78,12 @@ class ToolReferenceBlock(LenientBody):
 
 
 ResultBlocks = Annotated[
-    list[Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")]],
+    list[
+        Annotated[
+            Annotated[TextBlock, Tag("[text]")] | Annotated[ToolReferenceBlock, Tag("[tool_reference]")],
+            Discriminator(type_tag),
+        ]
+    ],
     BeforeValidator(_as_blocks("text", "tool_reference")),
     TEXT_OR_BLOCKS,
 ]
@@ -91,7 +96,15 @@ class ToolResultBlock(LenientBody):
     is_error: bool | None = None
 
 
-ContentBlock = TextBlock | SystemBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[SystemBlock, Tag("[mid_conv_system]")]
+    | Annotated[ThinkingBlock, Tag("[thinking]")]
+    | Annotated[RedactedThinkingBlock, Tag("[redacted_thinking]")]
+    | Annotated[ToolUseBlock, Tag("[tool_use]")]
+    | Annotated[ToolResultBlock, Tag("[tool_result]")],
+    Discriminator(type_tag),
+]
 ROLE_TYPES = {
     "user": ("text", "tool_result", "mid_conv_system"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
@@ -99,7 +112,7 @@ ROLE_TYPES = {
 }
 """By role, the types of blocks in its messages."""
 ContentBlocks = Annotated[
-    list[Annotated[ContentBlock, Field(discriminator="type")]],
+    list[ContentBlock],
     BeforeValidator(_as_blocks(*ROLE_TYPES["user"], *ROLE_TYPES["assistant"])),
     TEXT_OR_BLOCKS,
 ]

@@ -20,6 +20,7 @@ from paceline_services.gateway.field_types import (
     Unsupported,
     Unused,
     any_of,
+    as_string_list,
     refused,
 )
 from paceline_services.gateway.openai.chat_message import ChatMessage
@@ -59,10 +60,6 @@ Replaced = Annotated[None, refused("is not supported; use tools and tool_choice"
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def _as_string_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def as_speculative(value: Any) -> Any:
     """`speculative: false` is short for limits that switch speculation off."""
     return {"enabled": value} if isinstance(value, bool) else value
@@ -77,7 +74,7 @@ def _check_bad_words(words: list[str] | None) -> list[str] | None:
 
 StringList = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-    BeforeValidator(_as_string_list),
+    BeforeValidator(as_string_list),
     any_of(TEXT, TEXTS),
 ]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from paceline_services.gateway.field_types import TEXT, Body, Json, Unsupported, Unused, any_of
+from paceline_services.gateway.field_types import TEXT, Body, Json, Unsupported, Unused, any_of, type_tag
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 MAX_ID = 256
@@ -133,16 +133,11 @@ def _check_type(value: Any) -> Any:
     return value
 
 
-def _tag(value: Any) -> str:
-    """In brackets, so that errors do not show it: see `field_path`."""
-    return f"[{value.get('type', 'message') if isinstance(value, dict) else value.type}]"
-
-
 InputItem = Annotated[
     Annotated[MessageItem, Tag("[message]")]
     | Annotated[FunctionCallItem, Tag("[function_call]")]
     | Annotated[FunctionCallOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")],
-    Discriminator(_tag),
+    Discriminator(lambda value: type_tag(value) or "[message]"),
     BeforeValidator(_check_type),
 ]

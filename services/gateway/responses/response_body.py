@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
-from paceline_services.gateway.field_types import TEXT, UNUSED, Body, Json, Unsupported, Unused, any_of
+from paceline_services.gateway.field_types import TEXT, UNUSED, Body, Json, Unsupported, Unused, any_of, type_tag
 from paceline_services.gateway.openai.bodies import MAX_MESSAGES, SHARED_FIELDS, ChatBody, ReasoningEffort
 from paceline_services.gateway.responses.input_items import OBJECTS, InputItem, ItemId
 from paceline_services.gateway.structured.structured_output import JsonSchema
@@ -101,18 +101,11 @@ def _check_choice(value: Any) -> Any:
     return value
 
 
-def _choice_tag(value: Any) -> str:
-    """In brackets, so that errors do not show it: see `field_path`."""
-    if isinstance(value, dict):
-        return f"[{value['type']}]"
-    return f"[{value.type}]" if isinstance(value, FunctionChoice | AllowedTools) else "[mode]"
-
-
 ResponseToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
     | Annotated[FunctionChoice, Tag("[function]")]
     | Annotated[AllowedTools, Tag("[allowed_tools]")],
-    Discriminator(_choice_tag),
+    Discriminator(lambda value: type_tag(value) or "[mode]"),
     BeforeValidator(_check_choice),
 ]
 

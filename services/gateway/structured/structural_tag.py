@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from paceline_services.gateway.field_types import Body, Unsupported
+from paceline_services.gateway.field_types import TEXT, TEXTS, Body, Unsupported, any_of, as_string_list, type_tag
 from paceline_services.gateway.structured.structure_fields import ANY_OBJECT, GrammarText, Schema, within_limit
 
 
@@ -66,12 +66,7 @@ class TagFormat(Body):
     type: Literal["tag"] = "tag"
     begin: str
     content: Format
-    end: str | Annotated[list[str], Field(min_length=1)]
-
-    @property
-    def ends(self) -> list[str]:
-        """The texts of which one ends the tag."""
-        return [self.end] if isinstance(self.end, str) else self.end
+    end: Annotated[list[str], BeforeValidator(as_string_list), Field(min_length=1), any_of(TEXT, TEXTS)]
 
 
 class TriggeredTagsFormat(Body):
@@ -89,15 +84,15 @@ class TriggeredTagsFormat(Body):
 
 
 Format = Annotated[
-    ConstStringFormat
-    | JsonSchemaFormat
-    | RegexFormat
-    | AnyTextFormat
-    | SequenceFormat
-    | OrFormat
-    | TagFormat
-    | TriggeredTagsFormat,
-    Field(discriminator="type"),
+    Annotated[ConstStringFormat, Tag("[const_string]")]
+    | Annotated[JsonSchemaFormat, Tag("[json_schema]")]
+    | Annotated[RegexFormat, Tag("[regex]")]
+    | Annotated[AnyTextFormat, Tag("[any_text]")]
+    | Annotated[SequenceFormat, Tag("[sequence]")]
+    | Annotated[OrFormat, Tag("[or]")]
+    | Annotated[TagFormat, Tag("[tag]")]
+    | Annotated[TriggeredTagsFormat, Tag("[triggered_tags]")],
+    Discriminator(type_tag),
 ]
 
 SequenceFormat.model_rebuild()
@@ -133,7 +128,7 @@ class StructuralFields(Body):
             TagFormat(
                 begin=each.begin,
                 content=JsonSchemaFormat(type="json_schema", json_schema=each.schema_),
-                end=each.end,
+                end=[each.end],
             )
             for each in self.structures
         ]

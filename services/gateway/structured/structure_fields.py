@@ -32,6 +32,13 @@ def parsed(value: Any) -> Any:
     return from_json(value) if isinstance(value, str) else value
 
 
+def _parsed_schema(value: Any) -> Any:
+    value = parsed(value)
+    if not isinstance(value, dict | bool):
+        raise ValueError("must be an object")
+    return value
+
+
 T = TypeVar("T")
 
 
@@ -42,5 +49,5 @@ def within_limit(value: T) -> T:
     return value
 
 
-Schema = Annotated[dict[str, Any] | bool, BeforeValidator(parsed), AfterValidator(within_limit)]
+Schema = Annotated[dict[str, Any] | bool, BeforeValidator(_parsed_schema), AfterValidator(within_limit)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]

@@ -70,7 +70,7 @@ class _Translation:
 
     def _tag(self, tag: TagFormat, begin: str) -> str:
         """The rest of a tag from this rest of its begin on."""
-        ends = [self.special.split(end) for end in tag.ends]
+        ends = [self.special.split(end) for end in tag.end]
         return f"{self._text(begin)} {self.rule(tag.content, ends)}"
 
     def _triggered(self, tag: TriggeredTagsFormat, ends: Sequence[Parts]) -> str:
