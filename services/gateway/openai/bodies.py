@@ -202,12 +202,12 @@ class GenerationBody(SamplingBody):
         return self
 
     @property
-    def choices(self) -> int:
+    def choice_count(self) -> int:
         """Completions that are generated for each prompt."""
         return self.n or 1
 
     @property
-    def kept_choices(self) -> int:
+    def kept_count(self) -> int:
         """Of these, how many are returned: the most probable ones."""
         return self.n or 1
 
@@ -267,14 +267,14 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _possible(self) -> CompletionBody:
-        if self.choices < self.kept_choices:
-            raise InvalidRequestError(f"best_of: must be at least n, which is {self.kept_choices}", param="best_of")
-        if self.stream and self.choices > self.kept_choices:
+        if self.choice_count < self.kept_count:
+            raise InvalidRequestError(f"best_of: must be at least n, which is {self.kept_count}", param="best_of")
+        if self.stream and self.choice_count > self.kept_count:
             raise InvalidRequestError("best_of: which choices are best is not known in a stream", param="best_of")
         return self
 
     @property
-    def choices(self) -> int:
+    def choice_count(self) -> int:
         return self.best_of or self.n or 1
 
     @property

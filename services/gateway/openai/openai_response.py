@@ -47,7 +47,7 @@ class OpenAIResponse(ABC):
         self.streamed = bool(body.stream)
         self._requests = requests
         self._tokenizer = model.tokenizer
-        self._usage = RequestUsage(requests, body.choices)
+        self._usage = RequestUsage(requests, body.choice_count)
         self._options = body.stream_options
         self._reports = body.speculation_stats
         self._return_token_ids = body.return_token_ids
@@ -56,7 +56,7 @@ class OpenAIResponse(ABC):
         self._return_logprobs = body.top_log_probs is not None
         self._prompt_logprobs = body.prompt_logprobs
         self._spelling = TokenSpelling(model.tokenizer, by_id=bool(body.return_tokens_as_token_ids))
-        self._choices, self._kept_choices = body.choices, body.kept_choices
+        self._choice_count, self._kept_count = body.choice_count, body.kept_count
         self._buffer = DeltaBuffer(body.stream_interval or 1)
         self._envelope: Json = {
             "id": f"{self.id_prefix}-{body.request_id or requests[0].group}",
@@ -152,19 +152,19 @@ class OpenAIResponse(ABC):
     def _kept(self, outputs: Sequence[Delta]) -> Sequence[int]:
         """The completions to return: of each prompt's, those with the highest mean log-probability, best first."""
         indices = range(len(outputs))
-        if self._kept_choices == self._choices:
+        if self._kept_count == self._choice_count:
             return indices
         kept: list[int] = []
-        for first in indices[:: self._choices]:
-            ranked = sorted(indices[first : first + self._choices], key=lambda index: -_mean_log_prob(outputs[index]))
-            kept += ranked[: self._kept_choices]
+        for first in indices[:: self._choice_count]:
+            of_prompt = indices[first : first + self._choice_count]
+            kept += sorted(of_prompt, key=lambda index: -_mean_log_prob(outputs[index]))[: self._kept_count]
         return kept
 
     def _prompt_log_probs(self, index: int, outputs: Sequence[Delta]) -> Json:
         """The log-probabilities of the index-th completion's prompt, if asked for: its first completion has them."""
         if self._prompt_logprobs is None:
             return {}
-        first = index - index % self._choices
+        first = index - index % self._choice_count
         entries = [each for part in outputs[first].prompt_log_probs for each in part.entries]
         prompt = self._requests[first].prompt
         return {"prompt_logprobs": prompt_log_probs(prompt, entries, self._prompt_logprobs, self._tokenizer)}
@@ -209,14 +209,14 @@ class CompletionResponse(OpenAIResponse):
         super().__init__(body, requests, model, created)
         self._top_log_probs = body.top_log_probs or 0
         self._scores_echo = body.scores_echo
-        prompts = [request.prompt for request in requests[:: self._choices]] if body.echo else []
+        prompts = [request.prompt for request in requests[:: self._choice_count]] if body.echo else []
         self._echoed = [EchoedPrompt.of(body, index, each, self._tokenizer) for index, each in enumerate(prompts)]
         self._waiting: list[list[tuple[int, Delta]]] = [[] for _ in range(body.prompts)]
         """By prompt, deltas of its completions that came before the prompt's log-probabilities."""
         self._opened: set[int] = set()
 
     def response(self, outputs: Sequence[Delta]) -> Json:
-        for prompt, first in zip(self._echoed, outputs[:: self._choices], strict=False):
+        for prompt, first in zip(self._echoed, outputs[:: self._choice_count], strict=False):
             prompt.add(first)
         return super().response(outputs)
 
@@ -236,7 +236,7 @@ class CompletionResponse(OpenAIResponse):
         if not self._scores_echo:
             yield from super().chunks(index, delta)
             return
-        prompt, choice = divmod(index, self._choices)
+        prompt, choice = divmod(index, self._choice_count)
         if choice == 0:
             self._echoed[prompt].add(delta)
         self._waiting[prompt].append((index, delta))
@@ -277,12 +277,12 @@ class CompletionResponse(OpenAIResponse):
 
     def _prompt_lists(self, index: int) -> Json:
         """The log-probabilities of a completion's echoed prompt."""
-        echoed = self._echoed[index // self._choices]
+        echoed = self._echoed[index // self._choice_count]
         log_probs = echoed.entries(self._top_log_probs)
         return completion_log_probs(echoed.tokens, log_probs, echoed.offsets, self._spelling)
 
     def _echoed_prompt(self, index: int) -> EchoedPrompt | None:
-        return self._echoed[index // self._choices] if self._echoed else None
+        return self._echoed[index // self._choice_count] if self._echoed else None
 
 
 class ChatCompletionResponse(OpenAIResponse):

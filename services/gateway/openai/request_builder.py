@@ -88,7 +88,7 @@ async def build_requests(
     return [
         request
         for index, prompt in enumerate(prompts)
-        for request in build_choices(body, description, base, prompt, index * body.choices)
+        for request in build_choices(body, description, base, prompt, index * body.choice_count)
     ]
 
 
@@ -112,7 +112,7 @@ def build_sampling(
     if grammar:
         given |= {"grammar_begins_after": start.begins_after, "grammar_waits_if": start.waits_if}
     given["prompt_logprobs"] = body.prompt_top_log_probs
-    if body.choices > body.kept_choices and body.top_log_probs is None:
+    if body.choice_count > body.kept_count and body.top_log_probs is None:
         given["logprobs"] = 0  # by which the best choices are found
     given["stop_token_ids"] = (*(body.stop_token_ids or ()), *_eos_token_ids(body, description))
     try:
@@ -137,7 +137,7 @@ def build_choices(
     seeded = "seed" in base.sampling.model_fields_set
     seed = base.sampling.seed if seeded else _drawn_seed(f"{base.request_id}-{first}")
     requests = []
-    for index in range(body.choices):
+    for index in range(body.choice_count):
         changed: dict[str, int | None] = {"max_tokens": max_tokens, "seed": choice_seed(seed, index)}
         changed |= {"prompt_logprobs": None} if index else {}
         request_id, sampling = f"{base.request_id}-{first + index}", base.sampling.model_copy(update=changed)
@@ -227,7 +227,7 @@ def _check_prompt_log_probs(body: GenerationBody, prompts: Sequence[Sequence[int
     """Raises `InvalidRequestError` if the prompts' log-probabilities are too many for one response."""
     if (top := body.prompt_top_log_probs) is None:
         return
-    count, name = sum(map(len, prompts)) * body.choices * (1 + top), _prompt_log_probs_field(body)
+    count, name = sum(map(len, prompts)) * body.choice_count * (1 + top), _prompt_log_probs_field(body)
     if count > MAX_PROMPT_LOG_PROBS:
         message = f"{name}: {count} log-probabilities of prompts in one response, at most {MAX_PROMPT_LOG_PROBS}"
         raise InvalidRequestError(message, param=name)
@@ -240,9 +240,11 @@ def _prompt_log_probs_field(body: GenerationBody) -> str:
 
 def _check_count(body: GenerationBody, model: ServedModel) -> None:
     """Raises `OverloadedError` for more completions than are admitted now, `InvalidRequestError` if they never are."""
-    completions, limit = body.prompts * body.choices, model.capacity.limits.max_in_flight
+    completions, limit = body.prompts * body.choice_count, model.capacity.limits.max_in_flight
     if completions > limit:
-        param = ("n" if body.choices == body.kept_choices else "best_of") if body.choices > 1 else body.prompt_field
+        param = (
+            ("n" if body.choice_count == body.kept_count else "best_of") if body.choice_count > 1 else body.prompt_field
+        )
         message = f"{param}: {completions} completions in one request, at most {limit} are generated at once"
         raise InvalidRequestError(message, param=param)
     model.queue.check(completions)
