@@ -135,7 +135,8 @@ class ServedModel:
         Raises an `ApiError` if one of the requests cannot be served, or if they exceed a limit.
         """
         processors = [OutputProcessor(request, self.tokenizer) for request in requests]
-        tokens, choices = dict.fromkeys(range(len(requests)), 0), choices_of(requests)
+        choices = choices_of(requests)
+        tokens = dict.fromkeys(range(len(requests)), 0)
         """Output tokens of each completion that has not ended."""
         earlier: defaultdict[int, list[Delta]] = defaultdict(list)
         with self.running.track(client.name, requests[0].group, requests[0].client_request_id) as running:
