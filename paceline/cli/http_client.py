@@ -42,11 +42,6 @@ class HttpCompletion:
         """On the target's own clock, from the request's arrival to its last token."""
         return len(self.tokens) / self.timings["total_s"]
 
-    @property
-    def tokens_per_s_http(self) -> float:
-        """On this client's clock."""
-        return len(self.tokens) / self.wall_s
-
     def take(self, chunk: Mapping[str, Any]) -> None:
         """Add one chunk of the stream."""
         for choice in chunk["choices"]:
