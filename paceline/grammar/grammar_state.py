@@ -29,7 +29,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from paceline.config import SamplingParams
 from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limits, short_error
 from paceline.grammar.matcher import GrammarMatcher, Mask, Matcher, consume
-from paceline.grammar.reasoning_gate import OpeningMatcher, ReasoningGate, ReasoningMatcher, reasoning_mask
+from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
+from paceline.grammar.reasoning_matcher import OpeningMatcher, ReasoningMatcher, reasoning_mask
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
 
@@ -41,8 +42,6 @@ PATIENT_LIMITS = limits(initial_lexer_fuel=100_000_000, step_lexer_fuel=1_000_00
 """For one mask by a new lexer, which lacks the states that earlier masks left in the shared one. A mask that needs more
 than ten times the usual limit is the grammar's fault."""
 OUTSIDE = "the output is outside the grammar"
-ALWAYS = ReasoningGate()
-"""The grammar begins with the output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
 from paceline.parsing.output_format import OutputFormat
 from paceline.text import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarStart:
-    """Where in an output the grammar begins, see the fields of `paceline.config.SamplingParams`."""
-
-    begins_after: tuple[int, ...] = ()
-    waits_if: int | None = None
-
-
-AT_ONCE = GrammarStart()
-
-
 def grammar_start(
     form: OutputFormat, prompt: str, tokenizer: Tokenizer, *, calls: bool, continued: str = ""
-) -> GrammarStart:
+) -> ReasoningGate:
     """Where the grammar of an answer to this rendered prompt begins.
 
     `calls`: the grammar forces calls, see `forced_call_grammar`. `continued`: the text that the answer continues, if
@@ -31,14 +19,14 @@ def grammar_start(
     """
     reasoning = form.reasoning
     if reasoning is None or (calls and form.tools is not None and form.tools.reads_reasoning):
-        return AT_ONCE
+        return ALWAYS
     inside = form.begins_inside(prompt, continued)
     settled = bool(continued) or prompt.rstrip().endswith(reasoning.end)
     closing = _fixed_tokens(reasoning.answer or reasoning.end, tokenizer)
     if closing and (inside or (reasoning.answer and not settled)):
-        return GrammarStart(closing)
+        return ReasoningGate(closing)
     opening = tokenizer.token_id(reasoning.begin)
-    return AT_ONCE if not closing or opening is None or settled else GrammarStart(closing, opening)
+    return ALWAYS if not closing or opening is None or settled else ReasoningGate(closing, opening)
 
 
 def _fixed_tokens(marker: str, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -253,14 +253,14 @@ MUTANTS = (
     ),
     Mutant(
         "a grammar begins one token before the end of the reasoning's marker",
-        "paceline/grammar/reasoning_gate.py",
+        "paceline/grammar/reasoning_matcher.py",
         "if last == self.closing:",
         "if last == self.closing[: max(1, len(self.closing) - 1)]:",
         REASONING,
     ),
     Mutant(
         "a stop token may be drawn inside the reasoning",
-        "paceline/grammar/reasoning_gate.py",
+        "paceline/grammar/reasoning_matcher.py",
         "mask[list(stops)] = False",
         "mask[list(stops)] = True",
         REASONING,

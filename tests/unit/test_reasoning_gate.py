@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from paceline.grammar.grammar_state import GrammarState
-from paceline.grammar.reasoning_gate import ReasoningGate
+from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
-from paceline.parsing.grammar_start import AT_ONCE, GrammarStart, grammar_start
+from paceline.parsing.grammar_start import grammar_start
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from paceline.text import Tokenizer
@@ -146,19 +146,19 @@ CHANNELS = ReasoningFormat("channels", "<call>a", "<think>", answer="<call>ab<th
 @pytest.mark.parametrize(
     ("reasoning", "prompt", "expected"),
     [
-        (None, "<think>", AT_ONCE),
-        (QWEN, "Hi", GrammarStart((ANSWER,), THINK)),
-        (QWEN, "Hi<think>\n", GrammarStart((ANSWER,))),
-        (QWEN, "<think>\n\n</think>\n\n", AT_ONCE),
-        (QWEN, "<think>Well</think>Hi. And you?", GrammarStart((ANSWER,), THINK)),
-        (R1, "Hi", GrammarStart((ANSWER,))),
-        (R1, "<think>\n\n</think>\n\n", AT_ONCE),
-        (ReasoningFormat("no tokens", "a", "[/]"), "Hi", AT_ONCE),
-        (CHANNELS, "Hi", GrammarStart((CALL, PIECES.index("ab"), THINK))),
+        (None, "<think>", ALWAYS),
+        (QWEN, "Hi", ReasoningGate((ANSWER,), THINK)),
+        (QWEN, "Hi<think>\n", ReasoningGate((ANSWER,))),
+        (QWEN, "<think>\n\n</think>\n\n", ALWAYS),
+        (QWEN, "<think>Well</think>Hi. And you?", ReasoningGate((ANSWER,), THINK)),
+        (R1, "Hi", ReasoningGate((ANSWER,))),
+        (R1, "<think>\n\n</think>\n\n", ALWAYS),
+        (ReasoningFormat("no tokens", "a", "[/]"), "Hi", ALWAYS),
+        (CHANNELS, "Hi", ReasoningGate((CALL, PIECES.index("ab"), THINK))),
     ],
 )
 def test_a_prompt_says_where_the_grammar_begins(
-    reasoning: ReasoningFormat | None, prompt: str, expected: GrammarStart
+    reasoning: ReasoningFormat | None, prompt: str, expected: ReasoningGate
 ) -> None:
     """A marker that is several tokens cannot be waited for, unless special tokens delimit it."""
     assert grammar_start(OutputFormat(reasoning), prompt, tokenizer(), calls=False) == expected
@@ -167,13 +167,13 @@ def test_a_prompt_says_where_the_grammar_begins(
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ("Hi", AT_ONCE),
-        ("<think>Well", GrammarStart((ANSWER,))),
-        ("<think>Well</think>Hi", AT_ONCE),
-        ("", GrammarStart((ANSWER,))),
+        ("Hi", ALWAYS),
+        ("<think>Well", ReasoningGate((ANSWER,))),
+        ("<think>Well</think>Hi", ALWAYS),
+        ("", ReasoningGate((ANSWER,))),
     ],
 )
-def test_a_continued_answer_says_where_the_grammar_begins(said: str, expected: GrammarStart) -> None:
+def test_a_continued_answer_says_where_the_grammar_begins(said: str, expected: ReasoningGate) -> None:
     form = OutputFormat(QWEN)
     assert grammar_start(form, f"<think>{said}", tokenizer(), calls=False, continued=said) == expected
 
@@ -181,9 +181,9 @@ def test_a_continued_answer_says_where_the_grammar_begins(said: str, expected: G
 def test_a_forced_call_s_grammar_begins_with_the_reasoning_that_it_has_in_it() -> None:
     for tools, expected in ((HERMES, (ANSWER,)), (OPENAI, ()), (None, (ANSWER,))):
         start = grammar_start(OutputFormat(QWEN, tools), "<think>", tokenizer(), calls=True)
-        assert start.begins_after == expected
+        assert start.closing == expected
 
 
 def test_the_shipped_model_does_not_reason() -> None:
     start = grammar_start(OutputFormat(QWEN), "Hi", Tokenizer.load("pydoc"), calls=False)
-    assert start.begins_after == ()
+    assert start.closing == ()

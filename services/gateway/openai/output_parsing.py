@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
 from paceline.parsing import OutputParser
-from paceline.parsing.grammar_start import AT_ONCE, GrammarStart, grammar_start
+from paceline.parsing.grammar_start import grammar_start
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.tool_format import ToolFormat
 from paceline_services.gateway.api_errors import InvalidRequestError
@@ -21,7 +22,7 @@ class OutputParsing:
 
     parser: Callable[[], OutputParser] | None = None
     shown_tokens: frozenset[int] = frozenset()
-    grammar_start: GrammarStart = AT_ONCE
+    gate: ReasoningGate = ALWAYS
 
 
 def output_parsing(body: ChatBody, prompt: str, model: ServedModel, *, calls: bool) -> OutputParsing:

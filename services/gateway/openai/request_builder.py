@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.config.sampling_params import TOKEN_ID_FIELDS
 from paceline.core.messages import GenerationRequest, TargetDescription
-from paceline.parsing.grammar_start import AT_ONCE, GrammarStart
+from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
 from paceline.target_features import NO_OUTPUT, needed_features
 from paceline.target_labels import parse_labels
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
@@ -60,7 +60,7 @@ async def build_requests(
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         with span.child("tokenize"):
             prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls))
-        sampling = build_sampling(body, description, grammar, bad_words, parsing.grammar_start)
+        sampling = build_sampling(body, description, grammar, bad_words, parsing.gate)
         features = _features(body, sampling, labels, model)
         _check_special_spaces(body, model)
         _check_prompt_log_probs(body, prompts)
@@ -104,13 +104,13 @@ def build_sampling(
     description: TargetDescription,
     grammar: str,
     bad_words: Sequence[Sequence[int]],
-    start: GrammarStart = AT_ONCE,
+    gate: ReasoningGate = ALWAYS,
 ) -> SamplingParams:
     """The sampling parameters of all completions, but for `max_tokens` and `seed`. Raises `InvalidRequestError`."""
     given = body.model_dump(include=set(SHARED_FIELDS), exclude_none=True)
     given |= {"grammar": grammar, "bad_words": bad_words, "logprobs": body.top_log_probs}
     if grammar:
-        given |= {"grammar_begins_after": start.begins_after, "grammar_waits_if": start.waits_if}
+        given |= {"grammar_begins_after": gate.closing, "grammar_waits_if": gate.opening}
     given["prompt_logprobs"] = body.prompt_top_log_probs
     if body.choice_count > body.kept_count and body.top_log_probs is None:
         given["logprobs"] = 0  # by which the best choices are found
