@@ -1,4 +1,29 @@
-"""Speculators: what grows token trees. `speculator` is the interface, `methods` has one file for each method."""
+"""Speculators: what grows token trees. `speculator` is the interface, `methods` has one file for each method.
+
+    Speculator                       the interface                                         speculator.py
+      TreeSpeculator                 a replica of each request's tree                      tree_speculator.py
+        ExtractHiddenStates          writes files                                          methods
+        RetokenizingSpeculator       drafts in another vocabulary                          vocabulary
+        LookupSpeculator             ngram, suffix                                         tree_speculator.py
+        PredictingSpeculator         predicts the target's draws                           draw_prediction.py
+          StatelessSpeculator        medusa, mlp_speculator: from one hidden state         stateless_heads.py
+          CachedSpeculator           a KV cache, divided between links                     cached_speculator.py
+            BestFirstSpeculator      draft_model: one token after another                  best_first.py
+              HeadSpeculator         eagle, eagle3, mtp                                    heads/head_speculator.py
+            ParallelSpeculator       dflash: several tokens per pass                       parallel_drafts.py
+              MaskTokenSpeculator    pard, peagle                                          parallel_drafts.py
+
+A request's state is a class beside its speculator's, which derives in the same way (`TreeRequest`, `LookupRequest`,
+`PredictedRequest`, ...). Of `Speculator`'s methods, subclasses override `context`, `close` and `grow`. All call these
+hooks, in this order:
+
+    open       new_request, in a PredictingSpeculator begin; a CachedSpeculator then takes slots
+    context    the states go to the request; stateless: request.refresh_frontier
+    commit     advance: request.root_moved, the history and the states, request.refresh_frontier; lookups: index
+    limit      limits_changed: request.refresh_frontier
+    close      release
+    grow       lookups: add_nodes; stateless: draft_round; best first: run; parallel: run_pass, request.add_tokens
+"""
 
 from __future__ import annotations
 

@@ -96,9 +96,6 @@ class CachedRequest(PredictedRequest):
         """
         return []
 
-    def refresh_frontier(self) -> None:
-        """Find the nodes to expand again, after a commit or a new limit."""
-
 
 F = TypeVar("F", bound=CachedRequest)
 
@@ -132,10 +129,6 @@ class CachedSpeculator(PredictingSpeculator[F], Generic[F]):
         request.slot_table.slots.extend(self._take(len(request.tokens) - len(request.slot_table)))
         if commit.hidden_states is not None:
             request.states.add(commit.base_position, commit.hidden_states)
-        request.refresh_frontier()
-
-    def limits_changed(self, request: F) -> None:
-        super().limits_changed(request)
         request.refresh_frontier()
 
     def release(self, request: F) -> None:

@@ -64,6 +64,9 @@ class PredictedRequest(TreeRequest):
     least_path_log_prob: float
     """Only nodes with a larger path log-probability are added."""
 
+    def refresh_frontier(self) -> None:
+        """The root, its state, the tree or the limits changed: decide again what to draft."""
+
     def draw_row(self, node: int) -> SamplingRow:
         """The target's draw after `node`."""
         position = self.tree.position + self.tree.depths[node] + 1
@@ -113,6 +116,7 @@ class PredictingSpeculator(TreeSpeculator[P]):
 
     def limits_changed(self, request: P) -> None:
         request.least_path_log_prob = self._least_path_log_prob(request.opening)
+        request.refresh_frontier()
 
     def _least_path_log_prob(self, opening: Opening) -> float:
         least = max(opening.least_path_probability, self._least_path_probability)

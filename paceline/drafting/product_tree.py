@@ -7,9 +7,10 @@ path is the product of its tokens' probabilities. The tree consists of the likel
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.tree import TokenTree
@@ -26,19 +27,30 @@ def draw_rows(history: History, position: int, count: int) -> list[SamplingRow]:
 
 
 def grow_product_tree(
-    tree: TokenTree, distributions: Sequence[RankedTokens], most: int, least_path_log_prob: float
+    tree: TokenTree,
+    distributions: Sequence[RankedTokens],
+    most: int,
+    least_path_log_prob: float,
+    after: Callable[[int], RankedTokens] | None = None,
 ) -> list[int]:
     """Add the `most` likeliest nodes with a path log-probability above `least_path_log_prob`; return them.
 
-    Every node at depth d, new or not, gets children from `distributions[d]`.
+    Every node at depth d, new or not, gets children from `distributions[d]`. `after`: the distribution after a node, if
+    rules make it depend on the node's path.
     """
     serial = itertools.count()  # breaks ties by age
     candidates: list[tuple[float, int, int, int]] = []
 
+    @functools.cache
+    def ranked(node: int) -> RankedTokens:
+        depth = tree.depths[node]
+        if depth >= len(distributions) or tree.path_log_probs[node] <= least_path_log_prob:
+            return ()
+        return distributions[depth] if after is None else after(node)
+
     def push(parent: int, rank: int) -> None:
-        depth = tree.depths[parent]
-        if depth < len(distributions) and rank < len(distributions[depth]):
-            path_log_prob = tree.path_log_probs[parent] + distributions[depth][rank][1]
+        if rank < len(ranked(parent)):
+            path_log_prob = tree.path_log_probs[parent] + ranked(parent)[rank][1]
             if path_log_prob > least_path_log_prob:
                 heapq.heappush(candidates, (-path_log_prob, next(serial), parent, rank))
 
@@ -48,7 +60,7 @@ def grow_product_tree(
     while candidates and len(new) < most:
         _, _, parent, rank = heapq.heappop(candidates)
         push(parent, rank + 1)
-        token, log_prob = distributions[tree.depths[parent]][rank]
+        token, log_prob = ranked(parent)[rank]
         if tree.child(parent, token) is None:
             node = tree.add(parent, token, log_prob)
             new.append(node)

@@ -58,11 +58,7 @@ class StatelessRequest(PredictedRequest):
         return self.tree.path_log_probs[node] > self.least_path_log_prob and self.tree.depths[node] < deepest
 
     def root_moved(self, committed: CommitResult) -> None:
-        """Follow a commit to the tree; `restart` comes next."""
-
-    @abstractmethod
-    def restart(self) -> None:
-        """The root, its state or the limits changed: decide again what to draft."""
+        """Follow a commit to the tree; `refresh_frontier` comes next."""
 
 
 class StatelessSpeculator(PredictingSpeculator[D], Generic[D]):
@@ -82,18 +78,14 @@ class StatelessSpeculator(PredictingSpeculator[D], Generic[D]):
     def context(self, context: Context) -> None:
         if request := self._requests.get(context.request_id):
             request.add_states(context.base_position, context.hidden_states, self._target)
-            request.restart()
+            request.refresh_frontier()
 
     def advance(self, request: D, commit: Commit) -> None:
         request.root_moved(request.tree.commit(commit.tokens))
         request.history.extend(commit.tokens)
         if commit.hidden_states is not None:
             request.add_states(commit.base_position, commit.hidden_states, self._target)
-        request.restart()
-
-    def limits_changed(self, request: D) -> None:
-        super().limits_changed(request)
-        request.restart()
+        request.refresh_frontier()
 
     @torch.inference_mode()
     def grow(self) -> dict[int, Growth]:

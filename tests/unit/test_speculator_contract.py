@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline import drafting
 from paceline.config import DETECT, METHODS, EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.config.method_names import Method
 from paceline.core.tree import ROOT, TokenTree
@@ -168,6 +169,21 @@ def test_every_module_of_a_method_is_registered() -> None:
     assert {recipe.split()[0] for recipe in RECIPES} == METHODS.keys()
     assert {name for name in modules if method_hook(name, "build")} == METHODS.keys()
     assert set(get_args(Method)) == {"none", "auto", "detect", "pool", *METHODS}
+
+
+def test_the_documented_tree_of_classes_is_the_code_s(built: Built) -> None:
+    """Every base of a method stands in it, below its own base."""
+    tree = (drafting.__doc__ or "").split("\n\n")[1]
+    bases = [(len(line) - len(line.lstrip()), line.split()[0]) for line in tree.splitlines()]
+    below: dict[str, str] = {}
+    for i, (indent, name) in enumerate(bases[1:], 1):
+        below[name] = next(base for before, base in reversed(bases[:i]) if before < indent)
+    for kind in type(built.speculator).__mro__:
+        own = [base.__name__ for base in kind.__bases__ if issubclass(base, Speculator)]
+        if kind.__name__ in below:
+            assert [below[kind.__name__]] == own
+        elif own:
+            assert own[0] in {"Speculator", *below}
 
 
 def test_the_registered_facts_are_the_speculators(built: Built) -> None:

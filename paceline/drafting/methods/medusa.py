@@ -8,10 +8,10 @@ probable paths of the current distributions.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from paceline.core.tree import ROOT, CommitResult, TokenTree
 from paceline.drafting.draw_prediction import MAX_ROWS, RankedTokens, predict_draws
 from paceline.drafting.heads.medusa_heads import MedusaHeads, is_medusa, load_medusa
 from paceline.drafting.method_registry import MethodInputs
-from paceline.drafting.product_tree import draw_rows
+from paceline.drafting.product_tree import draw_rows, grow_product_tree
 from paceline.drafting.speculator import Opening, Speculator
 from paceline.drafting.stateless_heads import StatelessRequest, StatelessSpeculator
 from paceline.model.target_weights import TargetWeights
@@ -42,7 +42,7 @@ class MedusaRequest(StatelessRequest):
         """Discard the heads' output: it was computed from an older state."""
         self.distributions, self.logits = [], None
 
-    def restart(self) -> None:
+    def refresh_frontier(self) -> None:
         self.complete = False
 
     @property
@@ -87,35 +87,18 @@ class MedusaSpeculator(StatelessSpeculator[MedusaRequest]):
             request.distributions = list(itertools.islice(distributions, count))
             request.logits = own_logits.clone() if request.history.has_logits_rules else None
 
-    def _distribution(self, request: MedusaRequest, node: int) -> RankedTokens:
+    def _add_paths(self, request: MedusaRequest) -> list[int]:
+        """Add the most probable missing nodes, as many as are wanted; return them."""
+        distributions = request.distributions[: request.opening.max_depth]
+        after = None if request.logits is None else partial(self._distribution, request, request.logits)
+        return grow_product_tree(request.tree, distributions, request.nodes_left, request.least_path_log_prob, after)
+
+    def _distribution(self, request: MedusaRequest, logits: Tensor, node: int) -> RankedTokens:
         """Of the token after this node. Rules see the path to it."""
         head = request.tree.depths[node]
-        if request.logits is None:
-            return request.distributions[head]
-        logits = request.logits[head : head + 1]
-        [distribution] = predict_draws(logits, [request.draw_row(node)], self._width, self._heads.ids)
+        rows = [request.draw_row(node)]
+        [distribution] = predict_draws(logits[head : head + 1], rows, self._width, self._heads.ids)
         return distribution
-
-    def _add_paths(self, request: MedusaRequest) -> list[int]:
-        """Add the most probable missing nodes, as many as are wanted; returns them."""
-        tree = request.tree
-        serial = itertools.count()  # breaks ties by age
-        candidates: list[tuple[float, int, int, int, float]] = []
-
-        def add_children(node: int) -> None:
-            if request.may_expand(node):
-                for token, log_prob in request.new_children(node, self._distribution(request, node)):
-                    path_log_prob = tree.path_log_probs[node] + log_prob
-                    heapq.heappush(candidates, (-path_log_prob, next(serial), node, token, log_prob))
-
-        for node in (ROOT, *tree.nodes()):
-            add_children(node)
-        new: list[int] = []
-        while candidates and request.nodes_left:
-            _, _, parent, token, log_prob = heapq.heappop(candidates)
-            new.append(tree.add(parent, token, log_prob))
-            add_children(new[-1])
-        return new
 
 
 matches = is_medusa

@@ -42,7 +42,7 @@ class MlpRequest(StatelessRequest):
         """Discard all states: they derive from an older state of the target."""
         self.states.clear()
 
-    def restart(self) -> None:
+    def refresh_frontier(self) -> None:
         nodes = (ROOT, *self.tree.nodes()) if self.root_state is not None else ()
         self.frontier = [
             node
@@ -70,7 +70,7 @@ class MlpRequest(StatelessRequest):
         """Store the node's state and add its children; returns the new ones."""
         self.states[node] = state
         new = [self.tree.add(node, *child) for child in self.new_children(node, distribution)[: self.nodes_left]]
-        self.restart()
+        self.refresh_frontier()
         return new
 
 
