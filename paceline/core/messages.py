@@ -264,6 +264,7 @@ class Delta:
         self.finish_reason, self.stop_token = later.finish_reason, later.stop_token
         self.stop_reason, self.error = later.stop_reason, later.error
         self.usage, self.speculation, self.timings = later.usage, later.speculation, later.timings
+        self.numerics = later.numerics
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from paceline.core.growth import Growth
@@ -56,7 +56,7 @@ class DraftManager:
         self._gate_of: dict[int, DraftGate] = {}
         """By request with a gated draft."""
 
-    def find_drafts(self, requests: Iterable[DraftedRequest]) -> None:
+    def find_drafts(self, requests: Sequence[DraftedRequest]) -> None:
         """Open a draft for each request that has none and has not looked for one lately."""
         now = self._clock()
         for request in requests:
@@ -93,7 +93,7 @@ class DraftManager:
             lookup.close(key)
 
     def flush(self) -> None:
-        """Send all queued messages."""
+        """Send all messages queued for the draft. Lookups queue none."""
         self._draft_client.flush()
 
     def record_accepted(self, request: DraftedRequest, accepted: int) -> None:

@@ -372,8 +372,9 @@ class Engine:
         # A request may end with an accepted token. With `residual` the last token may be an accepted guess that had no
         # row: it counts as the bonus token.
         accepted = min(len(tokens), len(drawn) - 1)
-        path = request.tree.match(tokens)
+        path = request.tree.match(tokens)  # may end with a node without a row that the bonus token has confirmed
         self._record_acceptance(scheduled, tokens, path, accepted)
+        # The last token becomes the root, whose row is yet to be run: it keeps no slot, be it an accepted node's.
         drawn_at = self._keep_accepted(scheduled, path[: min(accepted, len(tokens) - 1)])
         delta = Delta(
             request.id,

@@ -138,7 +138,7 @@ class FailoverRequest:
         """
         while (chosen := self._fleet.choose(request, blocks, self._refused_by, self._numerics)) is None:
             if not await self._fleet.wait_for_target(self._resume_s, request.needed_capabilities):
-                raise UnavailableError(f"the target is gone, and no other came within {self._resume_s:g} s")
+                raise UnavailableError(f"no target came within {self._resume_s:g} s")
         target, candidate = chosen
         if self._replays:
             self._metrics.replayed()

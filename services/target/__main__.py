@@ -131,8 +131,7 @@ async def target_worker(
         def on_step(step: StepResult) -> None:
             watchdog.reset()
             stats.observe(step.stats)
-            if step.deltas:
-                servicer.send_deltas(step.deltas, step.load)
+            servicer.send_deltas(step.deltas, step.load)
 
         engine.on(StepResult, on_step)
         known = await stored_acceptance(store, description)

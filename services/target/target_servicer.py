@@ -104,7 +104,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             link.put(pb.DeltaFrame(draining=True))
 
     def send_deltas(self, deltas: Sequence[Delta], load: EngineLoad) -> None:
-        """Send the deltas of one engine step, one frame per link."""
+        """Send the deltas of one engine step, one frame per link. A step that computed a part of a prompt has none."""
         self.load = load
         frames: defaultdict[_GatewayLink, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
         for delta in deltas:

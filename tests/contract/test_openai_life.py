@@ -235,7 +235,7 @@ async def test_no_other_target_is_an_error_of_the_stream() -> None:
         stack.decoder.hold_after = 2
         stream = await stack.client.completions.create(model=MODEL, prompt="x", stream=True, max_tokens=60)
         await stack.targets[0].die()
-        with pytest.raises(openai.APIError, match="no other came within"):
+        with pytest.raises(openai.APIError, match="no target came within"):
             async for _ in stream:
                 pass
         await stack.idle()

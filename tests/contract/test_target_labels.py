@@ -60,6 +60,21 @@ async def test_the_context_is_that_of_the_targets_with_the_labels() -> None:
             assert f"{tokens} tokens" in refused.json()["error"]["message"]
 
 
+async def test_a_stream_goes_on_where_the_whole_request_fits() -> None:
+    """Targets with a shorter context came after it was admitted."""
+    async with open_stack() as stack:
+        first = await stack.add_target(counts, context=200)
+        first.decoder.gate.clear()
+        asked = [await stack.begin([300 + i, 301, 302], max_tokens=100) for i in range(4)]
+        for context in (50, 50, 200):
+            await stack.add_target(counts, context=context)
+        await first.die()
+        for each in asked:
+            answer = (await each).json()
+            assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (100, "length")
+        assert served(stack) == [4, 0, 0, 4]
+
+
 async def test_a_key_s_labels_bind_its_requests_whatever_they_ask_for(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     write(keys, KeyFile(keys=(ApiKey(name="short", sha256=digest("secret"), target_labels="pool=short"),)))

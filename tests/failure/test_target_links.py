@@ -9,7 +9,7 @@ import pytest
 
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.grpc_server import GrpcServer
-from paceline.wire.link_errors import TargetLost
+from paceline.wire.link_errors import NotSubmitted, TargetLost
 from tests.helpers.targets import (
     NEVER_ENDS,
     TARGET_SERVICE,
@@ -42,7 +42,7 @@ async def test_every_open_request_raises_when_the_target_is_lost() -> None:
         reasons = await asyncio.gather(*map(loss, streams))
         assert all("lost: " in reason for reason in reasons)
         assert link.lost
-        with pytest.raises(TargetLost):
+        with pytest.raises(NotSubmitted):
             await anext(link.submit(generation_request("late")))
 
 

@@ -158,6 +158,15 @@ def test_the_rows_left_of_a_request_fall_to_one_and_are_what_its_target_has_to_c
     assert not target.without_first_token
 
 
+def test_a_prompt_counts_as_cached_from_its_request_s_first_token_on() -> None:
+    target, blocks = linked_target(Link(), Clock()), block_hashes([1] * 2 * BLOCK)
+    request = GenerationRequest("r", [1] * 2 * BLOCK, SamplingParams(max_tokens=10))
+    with InFlightRequest(target, request, blocks, RequestCostModel()) as in_flight:
+        assert target.prefixes.cached_tokens(blocks) == 0
+        in_flight.add_tokens([1])
+        assert target.prefixes.cached_tokens(blocks) == 2 * BLOCK
+
+
 def test_own_requests_are_not_counted_as_other_gateways_after_they_have_ended(clock: Clock) -> None:
     """Otherwise every further request would go to the other target, and from there all back again."""
     link, costs = Link(), RequestCostModel()

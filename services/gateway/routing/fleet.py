@@ -119,12 +119,15 @@ class Fleet:
     ) -> tuple[TargetConnection, TargetCandidate] | None:
         """The target for a request, and what was known of it; None if there is none to choose from now.
 
-        `blocks`: the block hashes of the request's tokens. Preferred, however busy, are first targets other than
-        `refused_by`, then those with `numerics`, which are those of the target that drew the request's latest token.
+        `blocks`: the block hashes of the request's tokens. Preferred, however busy, are first targets whose context
+        holds the whole request, which another target's may have allowed, then targets other than `refused_by`, then
+        those with `numerics`, which are those of the target that drew the request's latest token.
         """
         usable = self._usable(request.needed_capabilities)
         session = session_home(list(usable), request.session, request.cache_salt)
+        longest = len(request.prompt) + request.sampling.max_tokens
         # Each of these lines only prefers, the first most. `numerics` None: of no target, so all stay.
+        usable = {key: each for key, each in usable.items() if each.link.description.max_model_len >= longest} or usable
         usable = {key: target for key, target in usable.items() if target is not refused_by} or usable
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
         candidates = {

@@ -1,4 +1,4 @@
-"""Which prefixes one target was sent lately, and so is likely to hold in its prefix cache."""
+"""Which prefixes one target has computed for this gateway lately, and so is likely to hold in its prefix cache."""
 
 from __future__ import annotations
 

@@ -132,6 +132,7 @@ class InFlightRequest:
             return
         if not self.output:
             self._target.breaker.on_first_token()
+            self._target.prefixes.add(self._blocks)
             self._target.without_first_token.discard(self)
         before = self.rows_left
         self._output_rows_left = max(1.0, self._output_rows_left - len(tokens))

@@ -15,7 +15,8 @@ LOAD_TTL_S = 10.0
 
 
 class TargetLoad:
-    """The latest load. The same heartbeat, read again, changes nothing."""
+    """The latest load. The same heartbeat, read again, changes nothing; no two heartbeats are equal, since each carries
+    its number (`WorkerRegistration`)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -32,7 +32,7 @@ class TargetCandidate:
     queued_rows: float = 0.0
     """Rows left to compute for other requests: of their prompts and of their expected output."""
     cached: int = 0
-    """Tokens of the prompt's longest prefix that the target was sent before."""
+    """Tokens of the prompt's longest prefix that the target has computed for this gateway."""
     has_session: bool = False
     """Whether the target is the home of the request's conversation."""
     rows_per_s: float = 0.0
