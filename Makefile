@@ -13,7 +13,7 @@ COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo chat bench load chaos combinations schemas train test test-all lint types layers pytest \
+.PHONY: help setup run demo chat bench gpu load chaos combinations schemas train test test-all lint types layers pytest \
 	pytest-all test-vllm clients native-check native-cross mutants models lines chart format schema proto clean
 
 help:  ## this manual
@@ -46,6 +46,9 @@ bench: setup  ## our speed beside others': make bench ARGS=baseline
 
 load: setup  ## 500 streams and more against stacks of our own: every token checked
 	@$(BIN)/python -m loadtests $(ARGS)
+
+gpu: setup  ## every test and figure that takes an NVIDIA GPU, into gpu.json (ARGS='--device cuda:1')
+	@$(BIN)/paceline bench gpu $(ARGS)
 
 train: setup  ## train the demo models again
 	@$(BIN)/paceline train $(ARGS)

@@ -81,12 +81,39 @@ def baseline() -> None:
 Methods = Annotated[list[str] | None, typer.Argument(help="names of methods, such as eagle3; all by default")]
 
 
+Device = Annotated[str, typer.Option(help="Where the models compute, such as cuda:0.")]
+
+
 @bench.command()
-def methods(only: Methods = None) -> None:
+def methods(only: Methods = None, device: Device = "cpu") -> None:
     """Acceptance, by depth, and speed-up of every drafting method, on four workloads."""
     from paceline_lab.bench import method_comparison
 
-    _exit_if_equal(_measured(lambda console: method_comparison.run(console, only or ())))
+    _exit_if_equal(_measured(lambda console: method_comparison.run(console, only or (), device)))
+
+
+@bench.command()
+def passes(
+    device: Device = "cpu",
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened")] = None,
+) -> None:
+    """Milliseconds of the target's passes, by their number of rows."""
+    from paceline_lab.bench import pass_times
+
+    _measured(lambda console: pass_times.run(console, device, sizes or ("shipped", "widened")))
+
+
+@bench.command()
+def gpu(
+    device: Device = "cuda:0",
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("gpu.json"),
+) -> None:
+    """Every test and figure that takes a GPU, in one JSON file; see docs/gpu.md."""
+    from paceline_lab.bench import gpu_report
+
+    report = _measured(lambda console: gpu_report.run(console, device))
+    output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(0 if all(step["exit_code"] == 0 for step in report["steps"].values()) else 1)
 
 
 @bench.command()

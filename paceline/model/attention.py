@@ -97,6 +97,12 @@ class KVCache:
         """Arguments: see the constructor."""
         return layers * 2 * heads.kv_heads * (width or heads.head_size) * dtype.itemsize
 
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write keys and values [R, K, width] of rows to their slots, int64 [R]."""
+        heads, cache = self.heads.kv_heads, self.data[layer]
+        cache[:, :heads].index_copy_(0, slots, key)
+        cache[:, heads:].index_copy_(0, slots, value)
+
     @property
     def padding_slot(self) -> int:
         return self.data.shape[1] - 1
@@ -213,21 +219,27 @@ class TorchPass:
         return self._tail_masks[window]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
-        heads, cache = self.cache.heads, self.cache.data[layer]
-        cache[:, : heads.kv_heads].index_copy_(0, self.batch.slots, key)
-        cache[:, heads.kv_heads :].index_copy_(0, self.batch.slots, value)
-
-        flat = query.reshape(-1, heads.head_size)
+        self.cache.store(layer, self.batch.slots, key, value)
+        cache, flat = self.cache.data[layer], query.reshape(-1, self.cache.heads.head_size)
         out, weight = _tails(flat, cache, self, options)
         if self.prefixes is not None:
-            prefix_out, prefix_weight = _prefixes(flat, cache, self, self.prefixes, options)
-            share = _elementwise(torch.sigmoid, prefix_weight - weight).unsqueeze(-1)
-            out = torch.lerp(out.float(), prefix_out.float(), share).to(query.dtype)
-            weight = _elementwise(torch.logaddexp, weight, prefix_weight)
-        if options.sinks is not None:
-            share = _elementwise(torch.sigmoid, weight - options.sinks.float().repeat(query.shape[0]))
-            out = (out.float() * share.unsqueeze(-1)).to(query.dtype)
-        return out.view(query.shape[0], -1)
+            out, weight = merge_parts(out, weight, *_prefixes(flat, cache, self, self.prefixes, options))
+        return apply_sinks(out, weight, options.sinks).view(query.shape[0], -1)
+
+
+def merge_parts(out: Tensor, weight: Tensor, prefix_out: Tensor, prefix_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two parts of a path from that to each: results [n, D] and their log-sum-exps [n], float32."""
+    share = _elementwise(torch.sigmoid, prefix_weight - weight).unsqueeze(-1)
+    merged = torch.lerp(out.float(), prefix_out.float(), share).to(out.dtype)
+    return merged, _elementwise(torch.logaddexp, weight, prefix_weight)
+
+
+def apply_sinks(out: Tensor, weight: Tensor, sinks: Tensor | None) -> Tensor:
+    """Results [R * K * Q, D] with sinks [K * Q] in the softmax, which have scores and no values."""
+    if sinks is None:
+        return out
+    share = _elementwise(torch.sigmoid, weight - sinks.float().repeat(len(weight) // len(sinks)))
+    return (out.float() * share.unsqueeze(-1)).to(out.dtype)
 
 
 def _elementwise(function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:

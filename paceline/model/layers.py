@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.attention import AttentionOptions, Heads, KVCache, TorchPass
+from paceline.model.attention import AttentionOptions, Heads, Pass
 from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, RotaryTables, StateFusion
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_library import DTYPES
 from paceline.model.native.native_product import NativeProduct
+from paceline.model.pass_graphs import PassGraphs
 from paceline.model.row_invariant_linear import chunked_product
-from paceline.model.rows import GROUP, Row
+from paceline.model.rows import GROUP, Row, device_integers
+from paceline.model.torch_attention import TorchAttention
 
 CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position, [R, 1, D]."""
@@ -114,7 +116,7 @@ class TorchNetwork:
         self,
         layers: Sequence[DecoderLayerWeights],
         heads: Heads,
-        cache: KVCache,
+        attention: TorchAttention,
         rotary: RotaryTables,
         *,
         hidden: int,
@@ -127,13 +129,18 @@ class TorchNetwork:
         fusion: StateFusion | None = None,
     ) -> None:
         """As `paceline.model.native.native_network.NativeNetwork`."""
-        self._cache = cache
-        self._rotary = RotaryEmbedding(rotary, cache.data.new_empty(1))
+        self._start_pass = attention.start_pass
+        self._rotary = RotaryEmbedding(rotary, attention.cache.data.new_empty(1))
         self._layers = [_TorchLayer(n, layer, heads, eps, scale, sums) for n, layer in enumerate(layers)]
         self._embedding = embedding
         self._norm = _norm(norm, eps)
         self._head = None if head is None else Linear(head)
         self._fuse = None if fusion is None else _StateFusionModule(fusion, eps)
+        # A head has an input beside the rows, and ranks wait for one another within a pass.
+        self._graphs: PassGraphs | None = None
+        if fusion is None and sums is None:
+            windows = sorted({layer.window for layer in layers})
+            self._graphs = attention.capture(self._forward, len(rotary.cosines), windows)
 
     def run(
         self,
@@ -143,7 +150,16 @@ class TorchNetwork:
         *,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        this = TorchPass.of(self._cache, rows)
+        outputs = None if self._graphs is None else self._graphs.run(rows)
+        if outputs is None:
+            outputs = self._forward(self._start_pass(rows), states)
+        tapped = torch.stack([outputs[n][: len(rows)] for n in layers], 1) if layers else None
+        if self._head is None:
+            return outputs[0].new_empty(len(wanted), 0), tapped
+        return self.output(outputs[-1].index_select(0, device_integers(wanted, outputs[-1].device))), tapped
+
+    def _forward(self, this: Pass, states: Tensor | None = None) -> list[Tensor]:
+        """The first layer's input, the output of each layer, and that of the final norm: [R, hidden]."""
         cos_sin = self._rotary(this.positions)
         assert self._embedding is not None
         x, joined = F.embedding(this.tokens, self._embedding), None
@@ -153,11 +169,7 @@ class TorchNetwork:
         outputs = [x]
         for n, layer in enumerate(self._layers):
             outputs.append(layer(outputs[-1], cos_sin, this, joined if n == 0 else None))
-        final = self._norm(outputs[-1])
-        tapped = torch.stack([[*outputs, final][n][: len(rows)] for n in layers], 1) if layers else None
-        if self._head is None:
-            return x.new_empty(len(wanted), 0), tapped
-        return self.output(final[list(wanted)]), tapped
+        return [*outputs, self._norm(outputs[-1])]
 
     def output(self, final: Tensor) -> Tensor:
         assert self._head is not None
@@ -201,11 +213,11 @@ class _TorchLayer:
             parts = [layer.query_norm.expand(queries, -1), layer.key_norm.expand(heads.kv_heads, -1)]
             self._head_norm = torch.cat(parts)
 
-    def __call__(self, x: Tensor, cos_sin: CosSin, this: TorchPass, given: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, cos_sin: CosSin, this: Pass, given: Tensor | None) -> Tensor:
         x = x + self._attend(self._into_attention(x) if given is None else given, cos_sin, this)
         return x + self._mlp(self._into_mlp(x))
 
-    def _attend(self, x: Tensor, cos_sin: CosSin, this: TorchPass) -> Tensor:
+    def _attend(self, x: Tensor, cos_sin: CosSin, this: Pass) -> Tensor:
         heads = self._heads
         queries = heads.kv_heads * heads.queries_per_kv
         rotated = queries + heads.kv_heads

@@ -1,4 +1,5 @@
-"""Llama layers over rows, and attention alone: by native code where there is some, else by torch's operators."""
+"""Llama layers over rows, and attention alone: by native code where there is some, else by torch's operators, with
+flash-attn where that is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from paceline.model.attention import Heads, KVCache, Pass, TorchPass
+from paceline.model.attention import Heads, KVCache, Pass
 from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables
 from paceline.model.layers import TorchNetwork
 from paceline.model.native.build import NativeUnavailableError, native_description
@@ -17,6 +18,7 @@ from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_library import DTYPES
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.rows import Row
+from paceline.model.torch_attention import TorchAttention
 
 log = logging.getLogger(__name__)
 
@@ -31,29 +33,26 @@ def make_network(
     heads: Heads,
     slots: int,
     rotary: RotaryTables,
-    check: Callable[[NativeNetwork], None] | None = None,
+    check: Callable[[Network], None] | None = None,
     **options: Any,
 ) -> tuple[Network, KVCache]:
-    """A network over a new cache of `slots`. `options`: see `NativeNetwork`. `check` raises `NativeUnavailableError`
-    if a native network computes something wrong."""
+    """A network over a new cache of `slots`. `options`: see `NativeNetwork`. `check` raises ValueError if a network
+    computes something wrong. Then torch computes; if that is wrong, too, this raises it."""
 
     def native(cache: KVCache) -> NativeNetwork:
-        network = NativeNetwork(layers, heads, cache, rotary, **options)
-        if check is not None:
-            check(network)
-        return network
+        return NativeNetwork(layers, heads, cache, rotary, **options)
 
-    def by_torch(cache: KVCache) -> TorchNetwork:
-        return TorchNetwork(layers, heads, cache, rotary, **options)
+    def by_torch(attention: TorchAttention) -> TorchNetwork:
+        return TorchNetwork(layers, heads, attention, rotary, **options)
 
-    return _native_or_torch("pass", native, by_torch, len(layers), heads, slots, layers[0].query)
+    return _native_or_torch("pass", native, by_torch, len(layers), heads, slots, layers[0].query, check)
 
 
 def make_attention(layers: int, heads: Heads, slots: int, like: Tensor) -> tuple[StartPass, KVCache]:
     """Attention over a new cache of `slots`, for layers that transformers runs. `like` has the dtype and the device."""
 
-    def by_torch(cache: KVCache) -> StartPass:
-        return partial(TorchPass.of, cache)
+    def by_torch(attention: TorchAttention) -> StartPass:
+        return attention.start_pass
 
     return _native_or_torch("attention", NativeAttention, by_torch, layers, heads, slots, like)
 
@@ -61,25 +60,31 @@ def make_attention(layers: int, heads: Heads, slots: int, like: Tensor) -> tuple
 def _native_or_torch(
     name: str,
     native: Callable[[KVCache], N],
-    by_torch: Callable[[KVCache], T],
+    by_torch: Callable[[TorchAttention], T],
     layers: int,
     heads: Heads,
     slots: int,
     like: Tensor,
+    check: Callable[[N | T], None] | None = None,
 ) -> tuple[N | T, KVCache]:
     """What `native` makes of a cache with padded heads, or `by_torch` of one without; and that cache."""
     make_cache = partial(KVCache, layers, slots, heads, like.dtype, like.device)
+    check = check or (lambda _: None)
     if like.device.type == "cpu" and like.dtype in DTYPES:
         try:
             cache = make_cache(head_width(heads))
             made = native(cache)
-        except NativeUnavailableError as error:
+            check(made)
+        except (NativeUnavailableError, ValueError) as error:
             log_once(f"no native {name}, torch computes: {error}")
         else:
             log_once(f"native {name}: {native_description()}")
             return made, cache
-    cache = make_cache()
-    return by_torch(cache), cache
+    attention = TorchAttention(make_cache())
+    made_by_torch = by_torch(attention)
+    check(made_by_torch)
+    log_once(f"{name}: {attention.name}")
+    return made_by_torch, attention.cache
 
 
 _logged: set[str] = set()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -148,12 +148,18 @@ class RowBatch:
     segments: list[Segment]
 
 
+def device_integers(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Numbers, or lists of as many numbers, or a tensor of the CPU, as a tensor there. Waits for no GPU."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int) -> RowBatch:
     """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last and write to
     `padding_slot`: they may compute NaN, which a masked column would spread."""
 
     def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(values, device=device)
+        return device_integers(values, device)
 
     padding = -len(rows) % GROUP
     tails = [row.tile for row in rows]
@@ -176,7 +182,7 @@ def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int
         groups=integers(groups),
         reach=integers(reach),
         segments=[
-            Segment(integers(members + [members[0]] * (-len(members) % GROUP)), prefix.slots.to(device))
+            Segment(integers(members + [members[0]] * (-len(members) % GROUP)), device_integers(prefix.slots, device))
             for prefix, members in _by_prefix(rows).items()
         ],
     )

@@ -89,23 +89,29 @@ def methods() -> dict[str, dict[str, Any]]:
 
 def run_with_grammar(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
     """As `run`, for JSON extraction under a schema."""
-    return run(console, only, [extraction_workload()], grammar_from_schema(extraction_schema()))
+    loads, grammar = [extraction_workload()], grammar_from_schema(extraction_schema())
+    return run(console, only, loads=loads, grammar=grammar)
 
 
 def run(
-    console: Console, only: Collection[str] = (), loads: Sequence[Workload] = (), grammar: str = ""
+    console: Console,
+    only: Collection[str] = (),
+    device: str = "cpu",
+    *,
+    loads: Sequence[Workload] = (),
+    grammar: str = "",
 ) -> dict[str, Any]:
     """Measure and show; return the JSON document. Ctrl-C ends the run with the workloads measured so far.
 
-    `only` names the methods to measure; empty means all. `loads`: the workloads; empty: all four. `grammar`: of every
-    output. Raises `StartError` for an unknown name.
+    `only` names the methods to measure; empty means all. `device`: of the target and of drafts, as torch names it.
+    `loads`: the workloads; empty: all four. `grammar`: of every output. Raises `StartError` for an unknown name.
     """
     known = methods()
     check_names(only, known)
     chosen = {name: config for name, config in known.items() if not only or name in only}
     rows: list[dict[str, Any]] = []
     with console.status("loading"):
-        llms = _llms(chosen)
+        llms = _llms(chosen, device)
     cells = list(product(loads or (*workloads(), *repetitive_workloads()), TEMPERATURES))
     prompts = sum(len(workload.bodies) for workload, _ in cells)
     with (
@@ -172,9 +178,9 @@ def prompts_of(workload: Workload) -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts]
 
 
-def _llms(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, LLM]:
+def _llms(configs: Mapping[str, Mapping[str, Any]], device: str) -> dict[str, LLM]:
     """One LLM per method, over one loaded target."""
-    target = LLM(TARGET, engine_config=ENGINE)
+    target = LLM(TARGET, engine_config={**ENGINE, "device": device})
     return {name: target.with_speculation({**LIMITS, **config}) for name, config in configs.items()}
 
 

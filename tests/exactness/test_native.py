@@ -26,6 +26,7 @@ from paceline.model.native import native_network as native
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.native.native_product import NativeProduct
 from paceline.model.rows import SlotTable
+from paceline.model.torch_attention import TorchAttention
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
@@ -130,8 +131,9 @@ class Weights:
         width = native.head_width(s.heads) if kind is native.NativeNetwork else None
         cache = KVCache(2, SLOTS, s.heads, self.dtype, torch.device("cpu"), width)
         options |= {"embedding": self.embedding, "norm": self.norm, "head": self.head, "fusion": self.fusion}
+        over = cache if kind is native.NativeNetwork else TorchAttention(cache)
         made: native.NativeNetwork = kind(
-            self.layers, s.heads, cache, self.rotary, hidden=s.hidden, eps=EPS, scale=s.head_size**-0.5, **options
+            self.layers, s.heads, over, self.rotary, hidden=s.hidden, eps=EPS, scale=s.head_size**-0.5, **options
         )
         return made
 

@@ -19,6 +19,7 @@ from paceline.model.native.native_library import NativeLibrary
 from paceline.model.network_factory import make_attention
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import GROUP, TILE, Row, SlotTable
+from tests.helpers.flash_attention import use_stand_ins
 
 VOCABULARY = 256
 LONGEST = 3 * TILE + 11
@@ -31,7 +32,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 256,
     "pad_token_id": 0,
 }
 EXPERTS = {
@@ -71,19 +72,22 @@ FAMILIES = {
     "mimo": {},
     "gpt_oss": {"sliding_window": 96, "num_local_experts": 8, "num_experts_per_tok": 3},
 }  # fmt: skip
-BY_TORCH = " by torch"
-"""Suffix of families whose model is made without native code."""
+BY_TORCH, BY_FLASH = " by torch", " by flash-attn"
+"""Suffixes of families whose model is made without native code. The second has the stand-ins of flash-attn and of CUDA
+graphs."""
+WITHOUT_NATIVE = ("llama", "mistral", "mistral-narrow", "gemma2", "olmo2", "deepseek_v3", "gpt_oss")
 ALL = (
     *FAMILIES,
-    *(f"{family}{BY_TORCH}" for family in ("llama", "mistral", "mistral-narrow", "gemma2", "olmo2", "deepseek_v3")),
-    "gpt_oss" + BY_TORCH,
+    *(family + BY_TORCH for family in WITHOUT_NATIVE),
+    *(family + BY_FLASH for family in ("llama", "mistral", "gemma2", "deepseek_v3", "gpt_oss")),
 )
-WAYS = ("llama", "olmo2", "olmo2" + BY_TORCH)
-"""A family that runs as native code, one whose attention does, and one with attention by torch's operators."""
+WAYS = ("llama", "olmo2", "olmo2" + BY_TORCH, "llama" + BY_FLASH)
+"""A family that runs as native code, one whose attention does, one with attention by torch's operators, and one with
+flash-attn and CUDA graphs."""
 
 
 def network(family: str, dtype: torch.dtype, **changes: int) -> PreTrainedModel:
-    family = family.removesuffix(BY_TORCH)
+    family = family.removesuffix(BY_TORCH).removesuffix(BY_FLASH)
     config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family], **changes})
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
@@ -91,9 +95,11 @@ def network(family: str, dtype: torch.dtype, **changes: int) -> PreTrainedModel:
 
 def model(family: str, dtype: torch.dtype, slots: int = 1024, **changes: Any) -> TransformersModel:
     with pytest.MonkeyPatch.context() as patch:
-        if family.endswith(BY_TORCH):
+        if family.endswith((BY_TORCH, BY_FLASH)):
             patch.setenv("PACELINE_NATIVE", "0")
             patch.setattr(NativeLibrary, "_instance", None)
+        if family.endswith(BY_FLASH):
+            use_stand_ins(patch)
         return build(network(family, dtype, **changes), family, EngineConfig(slots=slots), "", [])
 
 
@@ -180,7 +186,7 @@ def test_heads_that_do_not_fill_vectors_change_nothing(family: str, heads: tuple
 
 
 @pytest.mark.parametrize("window", [1, 8, 32, TILE - 1, TILE, TILE + 1, 96])
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "mistral" + BY_TORCH, "gemma2" + BY_TORCH])
+@pytest.mark.parametrize("family", [f + way for f in ("mistral", "gemma2") for way in ("", BY_TORCH, BY_FLASH)])
 def test_a_window_of_any_size_hides_earlier_positions(family: str, window: int) -> None:
     """A window within a tile may hide the whole prefix, to which kernels then give a weight of 1."""
     sequence = tokens(2 * TILE + 5)
@@ -190,7 +196,7 @@ def test_a_window_of_any_size_hides_earlier_positions(family: str, window: int) 
     assert (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "llama" + BY_TORCH, "olmo2" + BY_TORCH])
+@pytest.mark.parametrize("family", [f + way for f in ("llama", "olmo2") for way in ("", BY_TORCH, BY_FLASH)])
 def test_nan_stays_within_its_request(family: str) -> None:
     """A request with NaN leaves it in its slots, and in those of padding rows."""
     sequence, runner = tokens(20), model(family, torch.float32)

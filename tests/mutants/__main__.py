@@ -29,7 +29,9 @@ from tests.mutants.table import CHECKOUT, MUTANTS, Mutant
 
 AT_ONCE = 2
 LONGEST_S = 900
-"""A run of tests that takes longer counts as failed: a mutant may go round in circles."""
+SLOWER, GRACE_S = 3, 60
+"""A mutant may go round in circles: its tests count as failed if they take this many times as long as without it, and
+this much longer."""
 PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # exit codes of pytest
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE}
 """Ends of native mutants, which are as good as a test that fails."""
@@ -47,10 +49,15 @@ def main() -> int:
         for number in range(AT_ONCE):
             copies.put(_copy(Path(folder, str(number))))
         files = sorted({file for each in mutants for file in each.tests})
-        checks = list(threads.map(lambda file: _passes(file, copies, options.select), files))
-        if not all(checks):
+        seconds = dict(zip(files, threads.map(lambda file: _seconds(file, copies, options.select), files), strict=True))
+        if None in seconds.values():
             return 2
-        caught = list(threads.map(lambda each: _caught(each, copies, options.select), mutants))
+
+        def caught_in_time(mutant: Mutant) -> bool:
+            usual = sum(seconds[file] or 0.0 for file in mutant.tests)
+            return _caught(mutant, copies, options.select, SLOWER * usual + GRACE_S)
+
+        caught = list(threads.map(caught_in_time, mutants))
     survived = [each.name for each, seen in zip(mutants, caught, strict=True) if not seen]
     print(json.dumps({"mutants": len(mutants), "caught": sum(caught), "survived": survived}))
     return int(bool(survived))
@@ -79,15 +86,18 @@ def _copy(folder: Path) -> Path:
     return folder
 
 
-def _passes(file: str, copies: queue.SimpleQueue[Path], select: str) -> bool:
+def _seconds(file: str, copies: queue.SimpleQueue[Path], select: str) -> float | None:
+    """How long the tests of a file take without any mutant; None if they fail."""
+    start = time.monotonic()
     with _borrowed(copies) as copy:
-        status, output = _tested(copy, [file], select)
-    if status not in (PASSED, NONE_SELECTED):
-        print(f"tests/{file} fails without any mutant: pytest ended with {status}\n{output}", flush=True)
-    return status in (PASSED, NONE_SELECTED)
+        status, output = _tested(copy, [file], select, LONGEST_S)
+    if status in (PASSED, NONE_SELECTED):
+        return time.monotonic() - start
+    print(f"tests/{file} fails without any mutant: pytest ended with {status}\n{output}", flush=True)
+    return None
 
 
-def _caught(mutant: Mutant, copies: queue.SimpleQueue[Path], select: str) -> bool:
+def _caught(mutant: Mutant, copies: queue.SimpleQueue[Path], select: str, limit_s: float) -> bool:
     """Raises RuntimeError if the tests could not be run: then nothing is known of the mutant."""
     start = time.monotonic()
     with _borrowed(copies) as copy:
@@ -95,7 +105,7 @@ def _caught(mutant: Mutant, copies: queue.SimpleQueue[Path], select: str) -> boo
         original = changed.read_text()
         changed.write_text(original.replace(mutant.old, mutant.new))
         try:
-            status, output = _tested(copy, mutant.tests, select)
+            status, output = _tested(copy, mutant.tests, select, limit_s)
         finally:
             changed.write_text(original)
     if status not in (PASSED, FAILED, *CRASHES):
@@ -116,7 +126,7 @@ def _borrowed(copies: queue.SimpleQueue[Path]) -> Iterator[Path]:
         copies.put(copy)
 
 
-def _tested(copy: Path, tests: Sequence[str], select: str) -> tuple[int, str]:
+def _tested(copy: Path, tests: Sequence[str], select: str, limit_s: float) -> tuple[int, str]:
     """Exit code and output of pytest, which stops at the first failure."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", select]
     environment = {
@@ -132,10 +142,10 @@ def _tested(copy: Path, tests: Sequence[str], select: str) -> tuple[int, str]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=LONGEST_S,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
-        return FAILED, f"FAILED after {LONGEST_S} s"
+        return FAILED, f"FAILED after {limit_s:.0f} s"
     return run.returncode, run.stdout + run.stderr
 
 

@@ -36,6 +36,7 @@ REASONING = ("unit/test_reasoning_gate.py", "exactness/test_reasoning_grammar.py
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
+FLASH = ("unit/test_flash_attention.py",)
 NATIVE = ("exactness/test_native.py",)
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
@@ -368,7 +369,7 @@ MUTANTS = (
     Mutant(
         "sinks take no part of the softmax",
         "paceline/model/attention.py",
-        "share = _elementwise(torch.sigmoid, weight - options.sinks.float().repeat(query.shape[0]))",
+        "share = _elementwise(torch.sigmoid, weight - sinks.float().repeat(len(weight) // len(sinks)))",
         "share = torch.ones_like(weight)",
         ROWS,
     ),
@@ -378,6 +379,48 @@ MUTANTS = (
         "[padding_slot] * padding",
         "[NULL_SLOT] * padding",
         ROWS,
+    ),
+    Mutant(
+        "flash-attn: a window is one position too long",
+        "paceline/model/flash_attention.py",
+        "first = max(0, row.position + 1 - window) if window else 0",
+        "first = max(0, row.position - window) if window else 0",
+        FLASH,
+    ),
+    Mutant(
+        "flash-attn: rows without a prefix take its log-sum-exp",
+        "paceline/model/flash_attention.py",
+        "torch.where(tables.has_prefix, prefix_weight.T, -torch.inf)",
+        "prefix_weight.T",
+        FLASH,
+    ),
+    Mutant(
+        "flash-attn: sums are split by the number of rows",
+        "paceline/model/flash_attention.py",
+        "num_splits=1,\n",
+        "num_splits=0,\n",
+        FLASH,
+    ),
+    Mutant(
+        "a CUDA graph keeps the runs of an earlier pass",
+        "paceline/model/flash_attention.py",
+        "        self.run_starts.fill_(len(self.tails))\n",
+        "",
+        FLASH,
+    ),
+    Mutant(
+        "a CUDA graph keeps the tails of an earlier pass",
+        "paceline/model/flash_attention.py",
+        "            (self.tails, other.tails),\n",
+        "",
+        FLASH,
+    ),
+    Mutant(
+        "a CUDA graph has fewer rows than the pass",
+        "paceline/model/pass_graphs.py",
+        "if size >= len(rows)",
+        "if size >= len(rows) - 1",
+        FLASH,
     ),
     Mutant(
         "arguments of attention that are not known are swallowed",

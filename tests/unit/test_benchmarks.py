@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jsonschema import Draft202012Validator
 from rich.console import Console
 from typer.testing import CliRunner
@@ -25,7 +27,7 @@ from paceline.grammar import grammar_from_schema
 from paceline.launcher import StartError
 from paceline.llm import Completion
 from paceline.text import Tokenizer
-from paceline_lab.bench import method_comparison, scaling, step_profile
+from paceline_lab.bench import gpu_report, method_comparison, pass_times, scaling, step_profile
 from paceline_lab.bench.bench_measurement import PLAIN
 from paceline_lab.bench.method_comparison import LIMITS, MAX_TOKENS, REPETITIONS, ComparedMethod, measure, methods, row
 from paceline_lab.bench.step_profile import PARTS, HardwareFloor, ProfileCase, Stopwatch, blocks, read
@@ -95,7 +97,7 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     clock = Clock()
     made = {"ngram": FakeLLM(clock, 4.0, stats((2, 2))), "suffix": FakeLLM(clock, 2.0, stats((2, 1)))}
     monkeypatch.setattr(method_comparison, "time", clock)
-    monkeypatch.setattr(method_comparison, "_llms", lambda configs: {name: made[name] for name in configs})
+    monkeypatch.setattr(method_comparison, "_llms", lambda configs, device: {name: made[name] for name in configs})
     monkeypatch.setattr(method_comparison, "methods", lambda: {name: {"method": name} for name in made})
     monkeypatch.setattr(method_comparison, "workloads", lambda: [Workload("code", "", [{"prompt": "x"}])])
     chat = {"messages": [{"role": "user", "content": "y"}]}
@@ -432,3 +434,42 @@ def test_the_engine_and_its_frames_are_measured(monkeypatch: pytest.MonkeyPatch)
     assert beyond.streamed_ms is None
     sizes = scaling.frames()
     assert 0 < sizes["delta_of_1_token"] < sizes["delta_of_4_tokens"] < 2 * sizes["delta_of_1_token"]
+
+
+# GPUs
+
+
+def test_passes_are_measured_by_their_rows() -> None:
+    found = pass_times.run(Console(quiet=True), "cpu", ["shipped"])["passes"]["shipped"]
+    assert list(found["ms"])[:4] == [1, 2, 3, 4]
+    assert max(found["ms"]) == 64
+    assert 0 < found["ms"][1] <= found["ms"][64]
+    assert "cpu" in found["numerics"]
+
+
+def test_a_step_that_fails_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = 'import os, sys; print("a line"); print(\'{"way": "%s"}\' % os.environ.get("WAY")); sys.exit(3)'
+    steps = {
+        "fails": ([sys.executable, "-c", script], {"WAY": "torch"}),
+        "works": ([sys.executable, "-c", "print('no JSON')"], {}),
+    }
+    monkeypatch.setattr(gpu_report, "steps", lambda device: steps)
+    report = gpu_report.run(Console(quiet=True), "cpu")
+    assert report["device"] == "cpu"
+    assert {title: step["exit_code"] for title, step in report["steps"].items()} == {"fails": 3, "works": 0}
+    assert [step["result"] for step in report["steps"].values()] == [{"way": "torch"}, None]
+    assert report["steps"]["fails"]["last_lines"][0] == "a line"
+
+
+def test_every_step_of_the_report_is_a_command() -> None:
+    for command, _ in gpu_report.steps("cpu").values():
+        assert Path(command[0]).is_file()
+        if "pytest" not in command:
+            words = command[1 : command.index("--engine-config" if "doctor" in command else "--device")]
+            assert CliRunner().invoke(main, [*words, "--help"]).exit_code == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(StartError, match="cuda:0"):
+        gpu_report.run(Console(quiet=True), "cuda:0")

@@ -1,0 +1,216 @@
+"""Attention over rows by flash-attn 3, which reads keys and values where they are, through tables of slots.
+
+flash-attn 3 (`flash_attn_interface` of https://github.com/Dao-AILab/flash-attention) takes pages of any size: here a
+page is one slot. flash-attn 2 takes pages of 256 positions at least, so it is not used.
+
+A row attends in the two parts of `paceline.model.rows`. In the call for tails each row is a sequence of its own, whose
+table lists its path, so that a tree needs no mask. In the call for prefixes adjacent rows with the same prefix are one
+sequence. A table begins where the sliding window does. With one split (`num_splits=1`) no sum depends on other rows.
+
+Shape suffixes: R rows, S runs of rows with one prefix, N positions of the longest prefix.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from paceline.model.attention import AttentionOptions, Heads, KVCache, apply_sinks, merge_parts
+from paceline.model.rows import EMPTY_PREFIX, GROUP, NULL_SLOT, TILE, Prefix, Row, device_integers
+
+MODULE = "flash_attn_interface"
+LARGEST_HEAD = 256
+FlashAttention = Callable[..., Any]
+"""`flash_attn_with_kvcache` of flash-attn 3."""
+
+
+def find_flash_attention(heads: Heads, dtype: torch.dtype, device: torch.device) -> FlashAttention | None:
+    """None if flash-attn 3 is not installed, or does not compute with these heads."""
+    fits = heads.head_size % 8 == 0 and heads.head_size <= LARGEST_HEAD
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not fits:
+        return None
+    if importlib.util.find_spec(MODULE) is None:
+        return None
+    kernel: FlashAttention = importlib.import_module(MODULE).flash_attn_with_kvcache
+    return kernel
+
+
+@dataclass(frozen=True, slots=True)
+class PathTables:
+    """The slots that the rows of a pass see under one sliding window. Runs without rows may follow the others.
+
+    run_starts int32 [S + 1]: the first row of each run, and R. prefixes int32 [S, N], prefix_lengths int32 [S].
+    has_prefix bool [R, 1]. tails int32 [R, TILE], tail_lengths int32 [R].
+    """
+
+    run_starts: Tensor
+    prefixes: Tensor
+    prefix_lengths: Tensor
+    has_prefix: Tensor
+    tails: Tensor
+    tail_lengths: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], size: int, window: int, cache: KVCache) -> PathTables:
+        """The tables of `rows` and of padding rows, `size` in all. A padding row sees the padding slot."""
+        seen: list[tuple[Prefix, int]] = []  # each row's prefix, and the first position in it
+        tails: list[list[int]] = []
+        for row in rows:
+            border = row.position // TILE * TILE
+            first = max(0, row.position + 1 - window) if window else 0
+            seen.append((row.prefix, first) if first < border else (EMPTY_PREFIX, 0))
+            tails.append(row.tile[max(0, first - border) :])
+        seen += [(EMPTY_PREFIX, 0)] * (size - len(rows))
+        tails += [[cache.padding_slot]] * (size - len(rows))
+        runs = [(prefix.slots[first:], len(list(members))) for (prefix, first), members in groupby(seen)]
+        prefixes = [slots for slots, _ in runs]
+
+        def integers(values: Any) -> Tensor:
+            return device_integers(values, cache.device, torch.int32)
+
+        return cls(
+            integers([0, *accumulate(count for _, count in runs)]),
+            integers(pad_sequence([torch.tensor([NULL_SLOT]), *prefixes], batch_first=True)[1:]),
+            integers([len(prefix) for prefix in prefixes]),
+            integers([prefix is not EMPTY_PREFIX for prefix, _ in seen]).bool().unsqueeze(-1),
+            integers([tail + [NULL_SLOT] * (TILE - len(tail)) for tail in tails]),
+            integers([len(tail) for tail in tails]),
+        )
+
+    @classmethod
+    def empty(cls, size: int, longest: int, device: torch.device) -> PathTables:
+        """For `size` rows, each of which may be a run, and prefixes of up to `longest` positions."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            zeros(size + 1),
+            zeros(size, max(1, longest)),
+            zeros(size),
+            zeros(size, 1).bool(),
+            zeros(size, TILE),
+            zeros(size),
+        )
+
+    def first(self, size: int) -> PathTables:
+        """The tables of the first rows, in the same memory."""
+        return PathTables(
+            self.run_starts[: size + 1],
+            self.prefixes[:size],
+            self.prefix_lengths[:size],
+            self.has_prefix[:size],
+            self.tails[:size],
+            self.tail_lengths[:size],
+        )
+
+    def load(self, other: PathTables) -> None:
+        """Copy tables of as many rows into these. Runs that are left have no rows."""
+        runs, longest = other.prefixes.shape
+        self.run_starts.fill_(len(self.tails))
+        self.run_starts[: runs + 1].copy_(other.run_starts)
+        self.prefixes[:runs, :longest].copy_(other.prefixes)
+        self.prefix_lengths[:runs].copy_(other.prefix_lengths)
+        for mine, theirs in (
+            (self.has_prefix, other.has_prefix),
+            (self.tails, other.tails),
+            (self.tail_lengths, other.tail_lengths),
+        ):
+            mine.copy_(theirs)
+
+
+@dataclass(slots=True)
+class FlashPass:
+    """A `Pass` by flash-attn. tokens, positions, slots: int64 [R]. `tables`: by window, made when a layer asks."""
+
+    cache: KVCache
+    attention: FlashAttention
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    tables: dict[int, PathTables] = field(default_factory=dict)
+    _rows: Sequence[Row] = ()
+
+    @classmethod
+    def of(cls, cache: KVCache, attention: FlashAttention, rows: Sequence[Row], size: int | None = None) -> FlashPass:
+        """`size`: rows with padding; None: the next multiple of GROUP."""
+        size = size or -(-len(rows) // GROUP) * GROUP
+        padding = size - len(rows)
+        tokens, positions, slots = device_integers(
+            [
+                [row.token for row in rows] + [0] * padding,
+                [row.position for row in rows] + [0] * padding,
+                [row.slot for row in rows] + [cache.padding_slot] * padding,
+            ],
+            cache.device,
+        )
+        return cls(cache, attention, tokens, positions, slots, {}, rows)
+
+    @classmethod
+    def empty(
+        cls, cache: KVCache, attention: FlashAttention, size: int, longest: int, windows: Sequence[int]
+    ) -> FlashPass:
+        """Memory for passes of `size` rows. Arguments: see `PathTables.empty`."""
+        zeros = torch.zeros(3, size, dtype=torch.int64, device=cache.device)
+        tables = {window: PathTables.empty(size, longest, cache.device) for window in windows}
+        return cls(cache, attention, zeros[0], zeros[1], zeros[2], tables)
+
+    def first(self, size: int) -> FlashPass:
+        """The first rows, in the same memory."""
+        tables = {window: each.first(size) for window, each in self.tables.items()}
+        return FlashPass(
+            self.cache, self.attention, self.tokens[:size], self.positions[:size], self.slots[:size], tables
+        )
+
+    def load(self, other: FlashPass) -> None:
+        """Copy a pass of as many rows into this one's memory."""
+        self.tokens.copy_(other.tokens)
+        self.positions.copy_(other.positions)
+        self.slots.copy_(other.slots)
+        for window, tables in self.tables.items():
+            tables.load(other.tables_of(window))
+
+    def tables_of(self, window: int) -> PathTables:
+        if window not in self.tables:
+            self.tables[window] = PathTables.of(self._rows, len(self.tokens), window, self.cache)
+        return self.tables[window]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
+        count, keys = len(query), self.cache.heads.kv_heads
+        self.cache.store(layer, self.slots, key, value)
+        pages = self.cache.data[layer].unsqueeze(1)
+        tables = self.tables_of(options.window)
+
+        def attend(query: Tensor, table: Tensor, lengths: Tensor, **sequences: Any) -> tuple[Tensor, Tensor]:
+            out, weight, *_ = self.attention(
+                query,
+                pages[:, :, :keys],
+                pages[:, :, keys:],
+                page_table=table,
+                cache_seqlens=lengths,
+                softmax_scale=options.scale,
+                softcap=options.softcap,
+                num_splits=1,
+                return_softmax_lse=True,
+                **sequences,
+            )
+            return out, weight
+
+        out, weight = attend(query.unsqueeze(1), tables.tails, tables.tail_lengths)
+        prefix_out, prefix_weight = attend(
+            query, tables.prefixes, tables.prefix_lengths, cu_seqlens_q=tables.run_starts, max_seqlen_q=count
+        )
+        prefix_weight = torch.where(tables.has_prefix, prefix_weight.T, -torch.inf)
+        size = query.shape[-1]
+        out, weight = merge_parts(
+            out.reshape(-1, size), weight.reshape(-1), prefix_out.reshape(-1, size), prefix_weight.reshape(-1)
+        )
+        return apply_sinks(out, weight, options.sinks).view(count, -1)

@@ -1,0 +1,96 @@
+"""`make gpu`: the tests and figures that take a GPU, one after another, each in a process of its own.
+
+A step that fails does not end the run. The report has each step's exit code, seconds, last lines, and its JSON line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from paceline.launcher import StartError
+from paceline.model.flash_attention import MODULE
+
+LAST_LINES = 20
+WAYS: Mapping[str, Mapping[str, str]] = {
+    "graphs": {},
+    "flash-attn": {"PACELINE_CUDA_GRAPHS": "0"},
+    "torch": {"PACELINE_FLASH_ATTENTION": "0"},
+}
+"""Environments of the figures. Without flash-attn all three are torch."""
+
+
+def steps(device: str) -> dict[str, tuple[list[str], Mapping[str, str]]]:
+    """Commands, and what is added to their environments."""
+    paceline = str(Path(sys.executable).with_name("paceline"))
+    engine = json.dumps({"device": device, "slots": 16384})
+    found: dict[str, tuple[list[str], Mapping[str, str]]] = {
+        "tests": ([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], {}),
+        "doctor": ([paceline, "doctor", "--engine-config", engine], {}),
+    }
+    for way, environment in WAYS.items():
+        for name in ("passes", "methods"):
+            found[f"{name}, {way}"] = ([paceline, "bench", name, "--device", device], environment)
+    return found
+
+
+def run(console: Console, device: str) -> dict[str, Any]:
+    """Run all steps; return the JSON document. Raises `StartError` if there is no such device."""
+    name = _device_name(device)
+    done = {}
+    for title, (command, environment) in steps(device).items():
+        with console.status(title):
+            done[title] = _run(command, environment)
+        console.print(f"{title}: exit code {done[title]['exit_code']}, {done[title]['seconds']} s")
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "flash_attn_3": importlib.util.find_spec(MODULE) is not None,
+        "steps": done,
+    }
+
+
+def _device_name(device: str) -> str:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise StartError(f"device {device}: {error}") from error
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def _run(command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    start = time.perf_counter()
+    ended = subprocess.run(
+        command,
+        check=False,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    lines = ended.stdout.splitlines()
+    return {
+        "exit_code": ended.returncode,
+        "seconds": round(time.perf_counter() - start, 1),
+        "result": _json(lines[-1]) if lines else None,
+        "last_lines": lines[-LAST_LINES:],
+    }
+
+
+def _json(line: str) -> Any:
+    """None if it is no JSON."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,117 @@
+"""Our own engine on an NVIDIA GPU. Skipped where there is none: `make gpu` runs these tests where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import family
+from paceline.config import EngineConfig, SamplingParams
+from paceline.llm import LLM
+from paceline.model.attention import AttentionOptions, Heads, KVCache, TorchPass
+from paceline.model.flash_attention import MODULE, FlashPass, find_flash_attention
+from paceline.model.loading import load
+from paceline.model.model import Model
+from paceline.model.row_probe import is_row_invariant
+from paceline.model.rows import TILE, Row, SlotTable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+TARGET, DRAFT = family.NAMES
+GPU = "cuda:0"
+ENGINE = {"device": GPU, "slots": 4096}
+WAYS = ("flash-attn", "torch")
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With and without flash-attn."""
+    if request.param == "flash-attn":
+        needs_flash_attention()
+    else:
+        monkeypatch.setenv("PACELINE_FLASH_ATTENTION", "0")
+    return str(request.param)
+
+
+def needs_flash_attention() -> None:
+    if importlib.util.find_spec(MODULE) is None:
+        pytest.skip("flash-attn 3 is not installed")
+
+
+def model(device: str = GPU, **settings: Any) -> Model:
+    return load(TARGET, EngineConfig(**{"slots": 4096, "threads": 1, **settings, "device": device}))
+
+
+def rows_of(start: int, count: int, first_slot: int) -> list[Row]:
+    table = SlotTable(range(first_slot, first_slot + start + count))
+    return [table.row((7 * n + 3) % 500, n) for n in range(start, start + count)]
+
+
+@pytest.mark.parametrize("options", [AttentionOptions(0.1), AttentionOptions(0.1, 40), AttentionOptions(0.1, 0, 5.0)])
+def test_flash_attention_attends_as_torch_does(options: AttentionOptions) -> None:
+    needs_flash_attention()
+    heads, device, dtype = Heads(2, 4, 64), torch.device(GPU), torch.bfloat16
+    cache = KVCache(1, 1000, heads, dtype, device)
+    cache.data.normal_(generator=torch.Generator(GPU).manual_seed(1))
+    kernel = find_flash_attention(heads, dtype, device)
+    assert kernel is not None
+    trunk = SlotTable(range(1, 2 * TILE + 9))
+    rows = [*rows_of(TILE + 3, 5, 400), *(trunk.branch_row(5, [300 + n]) for n in range(6))]
+    given = [torch.randn(16, n, 64, device=device, dtype=dtype) for n in (8, 2, 2)]
+    ours = FlashPass.of(cache, kernel, rows).attend(*given, 0, options)[: len(rows)]
+    expected = TorchPass.of(cache, rows).attend(*given, 0, options)[: len(rows)]
+    torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_gpu_computes_what_the_cpu_computes(way: str) -> None:
+    rows = rows_of(0, 150, 1)
+    ours = model().run(rows, range(150)).logits.float().cpu()
+    expected = model("cpu").run(rows, range(150)).logits.float()
+    errors = (ours - expected).abs().amax(-1) / expected.abs().max()
+    assert float(errors.median()) < 0.02, way
+
+
+def test_rows_do_not_depend_on_other_rows(way: str) -> None:
+    assert is_row_invariant(model()), way
+
+
+def test_a_graph_computes_what_its_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_flash_attention()
+    graphs = model()
+    monkeypatch.setenv("PACELINE_CUDA_GRAPHS", "0")
+    kernels = model()
+    for count in (1, 8, 13, 40, 64):
+        for start in (0, 10, TILE - 1, 3 * TILE):
+            outputs = []
+            for each in (graphs, kernels):
+                each.run(rows_of(0, max(1, start), 1), [])
+                outputs.append(each.run(rows_of(start, count, 1), range(count)).logits)
+            assert torch.equal(*outputs), (start, count)
+
+
+def test_a_pass_does_not_wait_for_the_gpu(way: str) -> None:
+    this, rows = model(), rows_of(0, 8, 1)
+    this.run(rows, [0, 7])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        this.run(rows, [0, 7], [1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", [{"method": "ngram"}, {"method": "draft_model", "model": DRAFT}])
+def test_drafts_change_no_token(method: dict[str, Any], temperature: float, way: str) -> None:
+    llm = LLM(TARGET, engine_config=ENGINE, speculative_config={**method, "draft_placement": "target"})
+    sampling = SamplingParams(temperature=temperature, seed=3, max_tokens=96)
+    prompts = ["def add(a, b):\n", "class Stack:\n    def push(self, item):\n"]
+    plain = llm.generate(prompts, sampling, speculative=False)
+    drafted = llm.generate(prompts, sampling)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain], way
+    assert sum(sum(each.speculation.accepted_by_depth) for each in drafted) > 0

@@ -1,0 +1,138 @@
+"""Passes by flash-attn's stand-in beside passes by torch's operators, and what a CUDA graph reads."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, TorchPass
+from paceline.model.flash_attention import MODULE, FlashPass, find_flash_attention
+from paceline.model.pass_graphs import GRAPH_ROWS, PassGraphs
+from paceline.model.rows import TILE, Row, SlotTable
+from paceline.model.torch_attention import TorchAttention
+from tests.helpers.flash_attention import capture, flash_attn_with_kvcache, use_stand_ins
+
+HEADS = Heads(2, 3, 16)
+LONGEST = 3 * TILE
+SLOTS = 2000
+WINDOWS = (0, 1, 20, TILE, 100)
+
+
+@pytest.fixture
+def cache() -> KVCache:
+    """With keys and values in every slot."""
+    cache = KVCache(1, SLOTS, HEADS, torch.float32, torch.device("cpu"))
+    cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(1)))
+    cache.data[:, [0, cache.padding_slot]] = torch.nan  # nothing may read them into a row
+    return cache
+
+
+def random_rows(seed: int, most: int) -> list[Row]:
+    """Chunks, chains and branches of several requests, whose slots are scattered."""
+    generator = random.Random(seed)
+    slots = iter(generator.sample(range(1, SLOTS + 1), SLOTS))
+    rows: list[Row] = []
+    while len(rows) < most - 8 and (not rows or generator.random() < 0.8):
+        length = generator.choice([1, TILE - 1, TILE, TILE + 1, 2 * TILE - 2, generator.randrange(1, LONGEST - 8)])
+        table = SlotTable(next(slots) for _ in range(length))
+        chunk = generator.randrange(0, min(4, length))
+        rows += [table.row(7, position) for position in range(length - chunk, length)]
+        branch: list[int] = []
+        for _ in range(generator.randrange(5)):
+            rows.append(table.branch_row(8, [*branch, next(slots)]))
+            branch.append(next(slots))
+            rows.append(table.branch_row(9, branch))
+        rows = rows[:most]
+    return rows
+
+
+def attended(this: Pass, count: int, options: AttentionOptions, seed: int = 3) -> torch.Tensor:
+    """The attention of the first rows, to keys that the pass stores."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(64, HEADS.kv_heads * HEADS.queries_per_kv, HEADS.head_size, generator=generator)
+    key, value = torch.randn(2, 64, HEADS.kv_heads, HEADS.head_size, generator=generator)
+    size = len(this.tokens)
+    return this.attend(query[:size], key[:size], value[:size], 0, options)[:count]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 6)])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_both_attend_alike(window: int, sinks: torch.Tensor | None, softcap: float, cache: KVCache) -> None:
+    cache.data[:, [0, cache.padding_slot]] = 0.0  # torch's operators read them behind a mask
+    options = AttentionOptions(0.2, window, softcap, sinks)
+    for seed in range(12):
+        rows = random_rows(seed, 64)
+        expected = attended(TorchPass.of(cache, rows), len(rows), options)
+        found = attended(FlashPass.of(cache, flash_attn_with_kvcache, rows), len(rows), options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_memory_of_a_graph_keeps_nothing_of_earlier_passes(cache: KVCache) -> None:
+    memory = FlashPass.empty(cache, flash_attn_with_kvcache, GRAPH_ROWS[-1], LONGEST, WINDOWS)
+    for seed in range(60):
+        size = random.Random(seed).choice(GRAPH_ROWS)
+        rows = random_rows(seed, size)
+        this = FlashPass.of(cache, flash_attn_with_kvcache, rows, size)
+        memory.first(size).load(this)
+        for window in WINDOWS:
+            options = AttentionOptions(0.2, window)
+            expected = attended(this, len(rows), options)
+            assert not expected.isnan().any()
+            torch.testing.assert_close(attended(memory.first(size), len(rows), options), expected, rtol=1e-5, atol=1e-6)
+        for name in ("tokens", "positions", "slots"):
+            assert getattr(memory, name)[:size].tolist() == getattr(this, name).tolist()
+
+
+def test_rows_are_padded_to_the_next_graph(cache: KVCache) -> None:
+    sizes: list[int] = []
+
+    def forward(this: FlashPass) -> list[torch.Tensor]:
+        sizes.append(len(this.tokens))
+        return [this.tokens * 2]
+
+    graphs = PassGraphs(forward, cache, flash_attn_with_kvcache, LONGEST, [0], capture)
+    assert sizes == sorted(GRAPH_ROWS, reverse=True)
+    for count, size in ((1, 8), (8, 8), (9, 16), (17, 24), (33, 48), (64, 64)):
+        [doubled] = graphs.run([SlotTable([n + 1]).row(n, 0) for n in range(count)]) or []
+        assert doubled.tolist() == [2 * n for n in range(count)] + [0] * (size - count)
+    assert graphs.run([SlotTable([n + 1]).row(n, 0) for n in range(65)]) is None
+    assert len(sizes) == len(GRAPH_ROWS), "a replay calls no Python"
+
+
+def test_flash_attention_is_taken_where_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    if find_flash_attention(HEADS, half, cuda) is not None:
+        pytest.fail("this test is for machines without flash-attn")
+    module = ModuleType(MODULE)
+    module.__spec__ = pytest.__spec__
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    assert find_flash_attention(HEADS, half, cuda) is flash_attn_with_kvcache
+    for heads, dtype, device in (
+        (HEADS, half, torch.device("cpu")),
+        (HEADS, torch.float32, cuda),
+        (Heads(2, 2, 264), half, cuda),
+        (Heads(2, 2, 36), half, cuda),
+    ):
+        assert find_flash_attention(heads, dtype, device) is None
+
+
+def test_variables_switch_it_off(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_stand_ins(monkeypatch)
+    rows = [SlotTable([1]).row(7, 0)]
+    forward = lambda this: [this.tokens]  # noqa: E731
+    assert isinstance(TorchAttention(cache).start_pass(rows), FlashPass)
+    assert TorchAttention(cache).capture(forward, LONGEST, [0]) is not None
+    monkeypatch.setenv("PACELINE_CUDA_GRAPHS", "0")
+    assert isinstance(TorchAttention(cache).start_pass(rows), FlashPass)
+    assert TorchAttention(cache).capture(forward, LONGEST, [0]) is None
+    monkeypatch.setenv("PACELINE_FLASH_ATTENTION", "0")
+    monkeypatch.delenv("PACELINE_CUDA_GRAPHS")
+    assert isinstance(TorchAttention(cache).start_pass(rows), TorchPass)
+    assert TorchAttention(cache).capture(forward, LONGEST, [0]) is None
