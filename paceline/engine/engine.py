@@ -291,7 +291,7 @@ class Engine:
             self._hidden.store([row.slot for row in rows], output.hidden)
         logits, prompt_logits = output.logits[: len(sampled)], output.logits[len(sampled) :]
         deltas: list[Delta] = []
-        if not (is_finite(logits) and is_finite(prompt_logits)):
+        if not is_finite(output.logits):
             batch, logits, prompt_logits, deltas = self._fail_not_finite(batch, logits, prompt_logits)
         drawn = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
         prompt_log_probs = score_prompts(batch, prompt_logits)
