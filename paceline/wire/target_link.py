@@ -101,13 +101,14 @@ class TargetLink:
         await self._outbox.wait_for_capacity()  # many large requests at once would break the link
         if request.request_id in self._queues:
             raise ValueError(f"request {request.request_id} already runs on this link")
-        self._send(pb.SubmitFrame(submits=[_encode_checked(request)]))
         if self.lost:
             raise NotSubmitted(f"target {self.address} is lost")
+        frame = pb.SubmitFrame(submits=[_encode_checked(request)])
         stream: asyncio.Queue[Delta | ReplayElsewhere] = asyncio.Queue()
         self._queues[request.request_id] = stream
         ended = False
         try:
+            self._send(frame)
             while not ended:
                 received = await stream.get()
                 ended = isinstance(received, ReplayElsewhere) or received.finish_reason is not None

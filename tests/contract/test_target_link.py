@@ -14,6 +14,7 @@ from paceline.config import SamplingParams
 from paceline.core.messages import FinishReason, GenerationRequest
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.link_errors import HandedOver, NotSubmitted, TargetLost, WireError
+from paceline.wire.outbox import Outbox
 from paceline.wire.target_codec import encode_request
 from paceline.wire.target_link import TargetLink
 from tests.helpers.targets import NEVER_ENDS, VOCABULARY, collect, generation_request, linked, target_worker
@@ -88,6 +89,14 @@ async def test_closing_a_link_cancels_its_requests() -> None:
         with pytest.raises(NotSubmitted):
             await anext(link.submit(generation_request()))
         await until(lambda: worker.requests.running == {} and not worker.engine.busy)
+
+
+async def test_a_link_that_a_request_congests_is_lost_with_that_request() -> None:
+    async with target_worker() as worker, linked(worker) as [link]:
+        link._outbox = Outbox(target_pb2.SubmitFrame, limit_bytes=1)
+        with pytest.raises(TargetLost, match="wait to be sent"):
+            await anext(link.submit(generation_request()))
+        assert link.lost
 
 
 @pytest.mark.parametrize(
