@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     add_tls_options(parser)
     add_tracing_options(parser)
-    add("--resume-s", type=float, default=limits.resume_s, help="wait so long for another target after a loss")
+    add("--resume-s", type=float, default=limits.resume_s, help="seconds that a request waits for a usable target")
     add("--drain-s", type=float, default=60.0, help="requests may go on so long after SIGTERM")
     return parser
 

@@ -26,7 +26,7 @@ class AdmissionLimits:
     """Completions generated at once, over all requests and models."""
     max_body_bytes: int = 8 * 2**20
     resume_s: float = 30.0
-    """How long a request waits for another target when its target is lost."""
+    """How long an admitted request waits while no target can take it, as after it lost its target."""
     max_queue: int = 1024
     """Completions of one model without a first token, over all its targets and all gateways."""
     max_body_s: float = 60.0

@@ -54,7 +54,7 @@ class FailoverRequest:
         tracing: Tracing = NO_TRACING,
         before: Iterable[Delta] = (),
     ) -> None:
-        """`resume_s`: how long to wait for another target when the target is lost or drains.
+        """`resume_s`: how long to wait while no target can take the request, as after it lost its target.
 
         `before`: deltas that another gateway had of this request. It continues after them.
         """
