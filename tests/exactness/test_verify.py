@@ -63,7 +63,8 @@ def test_the_root_and_each_verified_node_have_one_draw(tree: TokenTree, draws: l
 
 
 def test_every_strategy_has_a_verifier_and_a_line_in_the_docs() -> None:
-    assert BUILDERS.keys() == STRATEGIES.keys() == set(get_args(StrategyName))
+    assert STRATEGIES.keys() == set(get_args(StrategyName))
+    assert BUILDERS.keys() - {"relaxed-thinking", "synthetic"} == STRATEGIES.keys()
     ways = METHODS.read_text().split("## Ways to verify")[1].split("\n## ")[0]
     assert STRATEGIES.keys() <= set(re.findall(r"^\| `([a-z-]+)` \|", ways, re.MULTILINE))
 

@@ -14,21 +14,31 @@ from paceline.core.strategies.verifier import VerificationInput, Verifier
 
 __all__ = ["VerificationInput", "Verifier", "make_verifier"]
 
+
+def _relaxed(config: SpeculativeConfig) -> Verifier:
+    begin, end = config.begin_thinking_phase_token, config.end_thinking_phase_token
+    assert begin is not None
+    assert end is not None
+    return RelaxedThinking(begin, end, config.relaxed_topk, config.relaxed_delta)
+
+
+def _synthetic(config: SpeculativeConfig) -> Verifier:
+    assert config.synthetic_acceptance_rate is not None
+    return SyntheticAcceptance(conditional_rate(config.synthetic_acceptance_rate, config.num_speculative_tokens))
+
+
 BUILDERS: Mapping[str, Callable[[SpeculativeConfig], Verifier]] = {
     "coupled": lambda config: Coupled(),
     "greedy": lambda config: Coupled(),
     "residual": lambda config: Residual(accept_block if config.block_verification else accept_each),
     "typical-acceptance": lambda config: TypicalAcceptance(config.posterior_threshold, config.posterior_alpha),
     "logit-comparison": lambda config: LogitComparison(config.logit_comparison_eps),
+    "relaxed-thinking": _relaxed,
+    "synthetic": _synthetic,
 }
-"""A verifier for each row of `paceline.config.STRATEGIES`. `greedy` differs by `Strategy.effective_params`."""
+"""By the name of `SpeculativeConfig.strategy`. `greedy` differs by `Strategy.effective_params`."""
 
 
 def make_verifier(config: SpeculativeConfig) -> Verifier:
     """The verifier that `config` describes."""
-    if config.synthetic_acceptance_rate is not None:
-        return SyntheticAcceptance(conditional_rate(config.synthetic_acceptance_rate, config.num_speculative_tokens))
-    begin, end = config.begin_thinking_phase_token, config.end_thinking_phase_token
-    if config.use_relaxed_acceptance_for_thinking and begin is not None and end is not None:
-        return RelaxedThinking(begin, end, config.relaxed_topk, config.relaxed_delta)
-    return BUILDERS[config.rejection_sampling_strategy](config)
+    return BUILDERS[config.strategy.name](config)
