@@ -232,17 +232,19 @@ def test_one_request_probes_while_others_wait(breaker: Breaker, clock: Clock) ->
     opened(breaker)
     clock.now += FIRST_PAUSE_S
     assert (breaker.state, breaker.allows) == (BreakerState.HALF_OPEN, True)
-    breaker.on_sent()
+    breaker.on_sent("probe")
     assert not breaker.allows
-    breaker.on_abandoned()
+    breaker.on_abandoned("sent before the pause")
+    assert not breaker.allows
+    breaker.on_abandoned("probe")
     assert breaker.allows
-    breaker.on_sent()
+    breaker.on_sent("probe")
     breaker.on_first_token()
     assert (breaker.state, breaker.allows) == (BreakerState.CLOSED, True)
     breaker.on_failure()
     assert breaker.probe_in_s == 2 * FIRST_PAUSE_S
     clock.now += 2 * FIRST_PAUSE_S
-    breaker.on_sent()
+    breaker.on_sent("probe")
     breaker.on_first_token()
     breaker.on_success()
     breaker.on_failure()
@@ -260,7 +262,7 @@ def test_each_failed_probe_doubles_the_pause_up_to_a_limit(breaker: Breaker, clo
         breaker.on_failure()
         assert breaker.probe_in_s == pauses[-1] / 2
         clock.now += breaker.probe_in_s
-        breaker.on_sent()
+        breaker.on_sent("probe")
         breaker.on_failure()
     assert pauses == [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(9)]
 

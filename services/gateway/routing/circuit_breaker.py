@@ -35,7 +35,7 @@ class Breaker:
         self._failures = 0
         self._pause_s = 0.0  # the latest one, until a success
         self._until: float | None = None  # None: closed
-        self._probing = False
+        self._probe: object = None
 
     @property
     def state(self) -> BreakerState:
@@ -46,25 +46,25 @@ class Breaker:
     @property
     def allows(self) -> bool:
         """Whether a request may be sent now."""
-        return self.state == BreakerState.CLOSED or (self.state == BreakerState.HALF_OPEN and not self._probing)
+        return self.state == BreakerState.CLOSED or (self.state == BreakerState.HALF_OPEN and self._probe is None)
 
     @property
     def probe_in_s(self) -> float:
         """Seconds until a request may probe; 0: now."""
         return 0.0 if self._until is None else max(0.0, self._until - self._clock())
 
-    def on_sent(self) -> None:
+    def on_sent(self, request: object) -> None:
         """A request is sent. While half-open it is the probe; one of the calls below reports its outcome."""
-        self._probing = self.state == BreakerState.HALF_OPEN
+        self._probe = request if self.state == BreakerState.HALF_OPEN else None
 
     def on_first_token(self) -> None:
         """The first token ends a probe. The next failure opens the breaker again, for longer."""
         if self.state == BreakerState.HALF_OPEN:
-            self._until, self._failures, self._probing = None, FAILURES - 1, False
+            self._until, self._failures, self._probe = None, FAILURES - 1, None
 
     def on_success(self) -> None:
         """A request has succeeded."""
-        self._failures, self._pause_s, self._until, self._probing = 0, 0.0, None, False
+        self._failures, self._pause_s, self._until, self._probe = 0, 0.0, None, None
 
     def on_failure(self) -> bool:
         """Whether this failure opens the breaker. Failures while it is open do not prolong the pause."""
@@ -74,9 +74,10 @@ class Breaker:
         if opens:
             self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
             self._until = self._clock() + self._pause_s
-        self._probing = False
+        self._probe = None
         return opens
 
-    def on_abandoned(self) -> None:
-        """The request ended without an outcome, as when its client left: the next one may probe."""
-        self._probing = False
+    def on_abandoned(self, request: object) -> None:
+        """The request ended without an outcome, as when its client left. After the probe, the next one may probe."""
+        if request is self._probe:
+            self._probe = None

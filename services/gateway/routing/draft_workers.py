@@ -71,11 +71,11 @@ class DraftWorkers:
         candidates = {address: self._candidate(address, greedy=greedy) for address in self._workers}
         order = draft_order(candidates, next(self._turn))
         if order:
-            self.breakers[order[0]].on_sent()
+            self.breakers[order[0]].on_sent(order)
         return order
 
     def record_request(self, offered: Sequence[str], stats: SpeculationStats | None, *, greedy: bool) -> None:
-        """A request that was offered these drafts has ended, with these statistics if there are any.
+        """The request that `order` gave these drafts has ended, with these statistics if there are any.
 
         A draft worker that lost the request has failed, and so has one that its target passed over; the worker that
         served it last has not. The acceptance of a request counts for a kind only if a single draft worker served it.
@@ -84,7 +84,7 @@ class DraftWorkers:
         served = [addresses[name] for name in stats.drafts if name in addresses] if stats else []
         if not served:
             if offered and (breaker := self.breakers.get(offered[0])):
-                breaker.on_abandoned()
+                breaker.on_abandoned(offered)
             return
         passed_over = offered[: offered.index(served[0])] if served[0] in offered else []
         for address in {*passed_over, *served[:-1]} - {served[-1]}:

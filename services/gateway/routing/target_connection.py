@@ -110,7 +110,7 @@ class InFlightRequest:
         self._succeeded = False
 
     def __enter__(self) -> Self:
-        self._target.breaker.on_sent()
+        self._target.breaker.on_sent(self)
         self._target.requests.add(self)
         self._target.without_first_token.add(self)
         return self
@@ -123,7 +123,7 @@ class InFlightRequest:
             tokens = [*self._request.tokens, *self.output]
             target.prefixes.add(block_hashes(tokens, self._blocks, self._request.cache_salt))
         if not self.output and not self._succeeded:
-            target.breaker.on_abandoned()
+            target.breaker.on_abandoned(self)
 
     def add_tokens(self, tokens: Sequence[int]) -> None:
         """A delta with these tokens has arrived."""
