@@ -3,10 +3,10 @@
 One request at a time, in this process, with one thread per core and without prefix caching. All methods share the
 target and the limits DEPTH and NODES, and draft inside the target's process, so a draft has no core of its own. The
 methods take turns prompt by prompt, plain decoding among them, so other load on the machine slows all alike. The
-fastest repetition of each prompt counts. `speedup` is the time of plain decoding over all prompts of a workload
-divided by the method's time, prompts included. A speed-up is shown only where the output equals that of plain
-decoding, token for token; otherwise the benchmark fails. Suffix decoding keeps no finished requests: it would copy
-each repetition from the first.
+fastest repetition of each prompt counts, its acceptance too. `speedup` is the time of plain decoding over all prompts
+of a workload divided by the method's time, prompts included. A speed-up is shown only where the output equals that of
+plain decoding, token for token; otherwise the benchmark fails. Suffix decoding keeps no finished requests: it would
+copy each repetition from the first.
 
 `acceptance_length` is accepted tokens per verification, without the bonus token; `by_depth[d]` is the share of
 verifications that accepted more than d tokens.
@@ -58,7 +58,7 @@ class ComparedMethod(Measurement):
     """One method on one workload at one temperature."""
 
     stats: dict[int, SpeculationStats] = field(default_factory=dict)
-    """By prompt, of the first repetition."""
+    """By prompt, of the fastest repetition."""
 
     @property
     def acceptance_length(self) -> float:
@@ -145,8 +145,10 @@ def measure(
                 llm = llms.get(name, plain)
                 start = time.perf_counter()
                 [completion] = llm.generate([prompt], sampling, speculative=name != PLAIN)
-                this.add(number, [completion.tokens], time.perf_counter() - start)
-                this.stats.setdefault(number, completion.speculation)
+                seconds = time.perf_counter() - start
+                this.add(number, [completion.tokens], seconds)
+                if seconds == min(this.seconds[number]):
+                    this.stats[number] = completion.speculation
             done()
     return measured
 

@@ -69,7 +69,7 @@ def stats(*steps: tuple[int, int]) -> SpeculationStats:
 
 @dataclass
 class FakeLLM:
-    """Takes `seconds` for a speculative completion and 8 s for a plain one; longer the first time."""
+    """Takes `seconds` for a speculative completion and 8 s for a plain one; the first time longer, without guesses."""
 
     clock: Clock
     seconds: float
@@ -87,7 +87,7 @@ class FakeLLM:
         self.requests.append((prompt, sampling, speculative))
         self.clock.now += first + (self.seconds if speculative else 8.0)
         tokens = [*prompt, 5, int(speculative and number == self.wrong)]
-        counts = self.stats if speculative else SpeculationStats()
+        counts = self.stats if speculative and not first else SpeculationStats()
         return [Completion("", tokens, [False] * 4, FinishReason.LENGTH, [], [], 2, counts, Timings(0.0, 0.0, 0.0))]
 
 
@@ -156,6 +156,7 @@ def test_methods_take_turns_prompt_by_prompt(llms: dict[str, Any]) -> None:
     assert {(each.temperature, each.max_tokens, each.seed) for each in samplings} == {(0.8, MAX_TOKENS, 7)}
     for each in measured.values():
         assert [len(seconds) for seconds in each.seconds.values()] == [REPETITIONS] * 2
+    assert measured["suffix"].stats == dict.fromkeys(range(2), llms["suffix"].stats), "of the fastest repetition"
 
 
 @pytest.mark.usefixtures("llms")
