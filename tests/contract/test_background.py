@@ -189,7 +189,7 @@ async def test_a_gateway_that_was_silent_loses_its_responses(monkeypatch: pytest
         first.decoder.hold_after = 3
         monkeypatch.setattr(background, "LEASE_S", 0.01)  # less than the time between two renewals
         response = await begin(first)
-        await until(lambda: len(first.decoder.requests) > 1)
+        await until(lambda: len(first.decoder.requests) > 1 and not first.decoder.gate.is_set())
         monkeypatch.setattr(background, "LEASE_S", 60.0)
         first.decoder.gate.set()
         done = await ended(second, response.id)

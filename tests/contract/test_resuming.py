@@ -355,13 +355,15 @@ async def test_a_stream_that_outlasts_its_gateway_s_drain_ends_with_an_error_and
         async with open_stack(script, redis_url=redis.url, burst=2) as first:
             expected = comparable(await stream(first, path, body))
             async with another_gateway(first, redis.url, drain_s=0.1) as second:
-                first.decoder.hold_after = 2
+                first.decoder.gate.clear()
                 url = f"http://{second.addresses.http}{path}"
                 reading = asyncio.create_task(first.http.post(url, json=body | {"stream": True}))
                 whole = asyncio.create_task(first.http.post(url, json=body))
-                await until(lambda: not first.decoder.gate.is_set() and len(first.decoder.requests) == 3)
+                await until(lambda: len(first.decoder.requests) == 3)
+                first.decoder.hold_after = 2  # in turns, so one delta of each
+                first.decoder.gate.set()
+                await until(lambda: not first.decoder.gate.is_set())
                 await second.all_received()
-            first.decoder.hold_after = None
             first.decoder.gate.set()
             *events, error, done = events_in((await reading).text)
             assert ('"type":"service_unavailable"' in error, done) == (True, "data: [DONE]\n\n")
