@@ -135,7 +135,7 @@ async def test_speculation_changes_nothing(methods: Sequence[str], depth: int, w
 
     Model-free methods of a stack run in the target and add to the same trees as the worker.
     """
-    stack = config(methods, depth, width)
+    stack = config(methods, depth, width, **WAITING if "draft_model" in methods else {})
     async with served(table(), stack, speculator(stack.method, width)) as (link, drafts):
         stats = await same_tokens(link, temperature, drafts)
         assert sum(each.drafted_tokens for each in stats) > 0
