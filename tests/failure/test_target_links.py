@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.wire import target_link
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.link_errors import NotSubmitted, TargetLost
 from tests.helpers.targets import (
@@ -81,6 +82,12 @@ async def test_a_target_that_breaks_the_contract_is_lost(answer: Delta | None, r
     frame = Frame(deltas=[answer]) if answer is not None else None
     async with serving(Liar(frame)) as address, link_to(address) as link:
         assert reason in await loss(link.submit(generation_request()))
+
+
+async def test_a_failure_of_this_end_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_link, "decode_delta", {}.__getitem__)
+    async with serving(Liar(Frame(deltas=[Delta(request_id="r")]))) as address, link_to(address) as link:
+        assert "lost: this end failed: TypeError" in await loss(link.submit(generation_request()))
 
 
 async def test_deltas_of_unknown_requests_are_ignored() -> None:

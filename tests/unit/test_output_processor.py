@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams
-from paceline.core.messages import Delta, FinishReason, GenerationRequest, LogProbs
+from paceline.core.messages import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    LogProbs,
+    PromptLogProbs,
+    SpeculationStats,
+    Timings,
+    Usage,
+    VerifiedTree,
+)
 from paceline.output_processor import OutputProcessor
 from paceline.parsing import Content, OutputParser, Reasoning, ToolArguments, ToolCall
 from paceline.parsing.output_format import choose_format
@@ -83,6 +95,37 @@ def test_any_cut_into_deltas_gives_the_same_output(
         assert whole.text == TOKENIZER.decode(tokens)
     elif not include_stop:
         assert str(whole.stop_reason) in TOKENIZER.decode(whole.tokens).removeprefix(whole.text)
+
+
+def test_a_delta_takes_every_field_of_the_next_one() -> None:
+    empty, later = (
+        Delta("r"),
+        Delta(
+            "r",
+            [5, EOS],
+            [True, False],
+            [LogProbs(-1.0)],
+            FinishReason.STOP,
+            EOS,
+            Usage(1, 2),
+            SpeculationStats(),
+            Timings(1.0),
+            "an error",
+            [PromptLogProbs(1, [])],
+            [VerifiedTree([0])],
+            "x",
+            [Content("x")],
+            1,
+            [0],
+            EOS,
+            "float32",
+        ),
+    )
+    assert [each.name for each in fields(Delta) if getattr(empty, each.name) == getattr(later, each.name)] == [
+        "request_id"
+    ]
+    empty.extend(later)
+    assert empty == later
 
 
 def test_the_client_s_own_stop_token_is_the_stop_reason() -> None:

@@ -29,9 +29,11 @@ from paceline_services.gateway.routing.cost_model import (
     RequestCostModel,
 )
 from paceline_services.gateway.routing.draft_workers import MIN_VERIFICATIONS, DraftAcceptanceRefresh, DraftWorkers
+from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.prefix_index import BLOCK, PrefixIndex, block_hashes
 from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection
 from paceline_services.gateway.routing.target_load import DELTA_PRECEDENCE_S, LOAD_TTL_S, TargetLoad
+from paceline_services.gateway.routing.worker_selection import session_home
 
 TOKENS = st.lists(st.integers(0, 3), max_size=3 * BLOCK)
 
@@ -110,7 +112,9 @@ def test_retry_after_is_whole_seconds_and_at_least_one_request_s_rows(
 class Link:
     """The attributes of a link that `TargetConnection` reads."""
 
-    description: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(slots=1024, labels=(), features=()))
+    description: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(slots=1024, labels=(), features=(), max_model_len=512, numerics="")
+    )
     load: EngineLoad | None = None
     lost: bool = False
     draining: bool = False
@@ -204,6 +208,17 @@ def test_a_load_that_is_not_refreshed_expires(clock: Clock) -> None:
     assert (target.waiting, target.expected_rows(RequestCostModel())) == (0.0, 0.0)
     with in_flight(target, RequestCostModel()):
         assert target.waiting == 1.0, "its own request"
+
+
+def test_a_conversation_whose_home_cannot_take_a_request_has_no_other_home(clock: Clock) -> None:
+    fleet = Fleet("m", "")
+    fleet.targets = {name: linked_target(Link(), clock) for name in "abc"}
+    request = GenerationRequest("r", [1], SamplingParams(), session="talk")
+    home = str(session_home("abc", "talk"))
+    for refused_by, has_session in ((None, True), (fleet.targets[home], False)):
+        chosen = fleet.choose(request, [], refused_by)
+        assert chosen is not None
+        assert chosen[1].has_session is has_session
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from paceline.config import SamplingParams
 from paceline.core.messages import (
     Delta,
+    EngineLoad,
     FinishReason,
     GenerationRequest,
     SpeculationStats,
@@ -18,11 +21,14 @@ from paceline.core.messages import (
     Usage,
 )
 from paceline.core.policy.calibration import Calibration
+from paceline.engine.engine_messages import EngineInfo, StepResult
 from paceline.state import AcceptanceRecorder, RequestAcceptance, StateStore, open_store
 from paceline.state.memory_store import MemoryAcceptance
 from paceline.state.redis_availability import RedisAvailability
 from paceline.telemetry.step_stats import StatsTimer, StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
+from paceline.telemetry.tracing import NO_TRACING
+from paceline_services.target.__main__ import parse_options, target_worker
 from paceline_services.target.stat_logger import StatLogger
 
 DESCRIPTION = TargetDescription("t", "m", "f", 64, 512, 256, rows_invariant=True, eos_token_ids=(), method="ngram")
@@ -44,6 +50,22 @@ def step(*samples: tuple[int, bool]) -> StepStats:
     stats = SpeculationStats()
     stats.record(len(samples), 1, any(hit for _, hit in samples))
     return StepStats(0.01, 8, 1, 0, 256, speculation=stats, calibration_samples=samples)
+
+
+async def test_the_load_of_a_step_without_deltas_counts() -> None:
+    """A step that computed a part of a prompt has none."""
+    on: dict[type, Callable[[StepResult], None]] = {}
+    ready = asyncio.get_running_loop().create_future()
+    ready.set_result(EngineInfo("f", 64, 512, 256, True, (), 2, "", ""))
+    connection = SimpleNamespace(on=on.__setitem__, send=lambda message: None)
+    process = SimpleNamespace(connection=connection, ready=ready, abort=lambda: None)
+    options = parse_options(["--model", "m", "--redis-url", "redis://unused"])
+    async with (
+        open_store(None) as store,
+        target_worker(options, process, store, None, NO_TRACING) as worker,  # type: ignore[arg-type]
+    ):
+        on[StepResult](StepResult([], EngineLoad(running=1, waiting=5, free_slots=8, rows=1, step_s=0.1)))
+        assert worker.load()["waiting"] == 5
 
 
 async def test_calibration_is_restored_from_recorded_counts() -> None:
