@@ -204,27 +204,28 @@ class FailoverRequest:
                             raise NotSubmitted(f"target {target.record.worker_id} left before the request's turn")
                     async for delta in deltas:
                         stats = delta.speculation
-                        delta.numerics = target.numerics
-                        self._raise_error_of(delta)
-                        self._scored_prompt.take(delta)
-                        self._committed += delta.tokens
-                        self._in_flight.add_tokens(delta.tokens)
-                        if delta.finish_reason is not None:
-                            self._in_flight.succeed()
+                        self._record(delta, target, self._in_flight)
                         if delta.tokens:
-                            self._losses = self._engine_deaths = 0
                             await quarantine.aclose()
-                            self._numerics = target.numerics
-                            self._confirm_refusal(target)
                         yield delta
         finally:
             self._fleet.drafts.record_request(drafts, stats, greedy=greedy)
 
-    def _confirm_refusal(self, target: TargetConnection) -> None:
-        """This target serves the request that another one refused: the other one has failed."""
-        if self._refused_by is not None and self._refused_by is not target:
-            self._fleet.record_failure(self._refused_by)
-        self._refused_by = None
+    def _record(self, delta: Delta, target: TargetConnection, in_flight: InFlightRequest) -> None:
+        """Keep what a replay and the routing need of a delta. Raises the error that it reports."""
+        delta.numerics = target.numerics
+        self._raise_error_of(delta)
+        self._scored_prompt.take(delta)
+        self._committed += delta.tokens
+        in_flight.add_tokens(delta.tokens)
+        if delta.finish_reason is not None:
+            in_flight.succeed()
+        if delta.tokens:
+            self._losses = self._engine_deaths = 0
+            self._numerics = target.numerics
+            if self._refused_by is not None and self._refused_by is not target:
+                self._fleet.record_failure(self._refused_by)  # this target serves what the other one refused
+            self._refused_by = None
 
     def _raise_error_of(self, delta: Delta) -> None:
         """Raises the error that a delta reports.
