@@ -369,29 +369,34 @@ class Engine:
         """`drawn`: accepted tokens and the bonus token. `row`: the root's row in `logits`; its nodes' rows follow."""
         request = scheduled.request
         tokens, reason = request.truncate_at_end(drawn)
-        # A request may end with an accepted token. With `residual` the last token may be an accepted guess that had no
-        # row: it counts as the bonus token.
-        accepted = min(len(tokens), len(drawn) - 1)
         path = request.tree.match(tokens)  # may end with a node without a row that the bonus token has confirmed
-        self._record_acceptance(scheduled, tokens, path, accepted)
+        # With `residual` the last token may be an accepted guess that had no row: it counts as the bonus token.
+        accepted = path[: len(drawn) - 1]
+        self._record_acceptance(scheduled, tokens, path, len(accepted))
         # The last token becomes the root, whose row is yet to be run: it keeps no slot, be it an accepted node's.
-        drawn_at = self._keep_accepted(scheduled, path[: min(accepted, len(tokens) - 1)])
-        delta = Delta(
-            request.id,
-            tokens,
-            [True] * accepted + [False] * (len(tokens) - accepted),
-            self._log_probs(request, logits, [row + i for i in drawn_at], tokens),
-            reason,
-            speculation=request.stats.snapshot() if self.stats_due or reason is not None else None,
-            error=request.grammar_error(tokens) if reason is FinishReason.ERROR else "",
-            trees=[self._verified_tree(scheduled, path[:accepted])] if request.generation_request.return_tree else [],
-        )
-        self._commit_at_drafts(request, tokens, path[:accepted])
+        drawn_at = self._keep_accepted(scheduled, accepted[: len(tokens) - 1])
+        delta = self._new_delta(scheduled, tokens, accepted, reason)
+        delta.log_probs = self._log_probs(request, logits, [row + i for i in drawn_at], tokens)
+        self._commit_at_drafts(request, tokens, accepted)
         request.commit(tokens, self._clock())  # last: it moves the root of the tree
         if reason is not None:
             self._finish(request, delta)
         elif request.grammar is not None and not request.grammar.ready:
             self._scheduler.recompile(request)
+        return delta
+
+    def _new_delta(
+        self, scheduled: ScheduledRequest, tokens: list[int], accepted: Sequence[int], reason: FinishReason | None
+    ) -> Delta:
+        """`accepted`: the nodes of the accepted tokens."""
+        request, bonus = scheduled.request, len(tokens) - len(accepted)
+        delta = Delta(request.id, tokens, [True] * len(accepted) + [False] * bonus, finish_reason=reason)
+        if self.stats_due or reason is not None:
+            delta.speculation = request.stats.snapshot()
+        if reason is FinishReason.ERROR:
+            delta.error = request.grammar_error(tokens)
+        if request.generation_request.return_tree:
+            delta.trees = [self._verified_tree(scheduled, accepted)]
         return delta
 
     def _commit_at_drafts(self, request: Request, tokens: Sequence[int], accepted: Sequence[int]) -> None:
