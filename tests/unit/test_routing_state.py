@@ -342,6 +342,18 @@ def test_a_draft_that_targets_pass_over_has_failed() -> None:
     assert states(pool) == [BreakerState.OPEN, BreakerState.CLOSED, BreakerState.CLOSED]
 
 
+def test_a_draft_s_probe_without_statistics_lets_another_request_probe() -> None:
+    pool = drafts()
+    breaker = opened(pool.breakers["one:1"])
+    breaker._clock = lambda: breaker._until or 0.0
+    probe = next(order for order in (pool.order(greedy=True) for _ in range(3)) if order[0] == "one:1")
+    assert not breaker.allows
+    pool.record_request(["one:1"], None, greedy=True)
+    assert not breaker.allows, "of another request"
+    pool.record_request(probe, None, greedy=True)
+    assert breaker.allows
+
+
 async def test_a_refresh_without_drafts_does_not_take_redis_for_back() -> None:
     """A past bug: the log said so every two seconds."""
 
