@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 Message = TypeVar("Message")
 
 _LENGTH = struct.Struct("<Q")
-_CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**16
 
 
 class PipeClosedError(Exception):
@@ -65,6 +65,7 @@ class Pipe(MessageDispatcher):
     """The model process's end, for use from one thread."""
 
     def __init__(self, end: socket.socket) -> None:
+        """`end` is blocking, without a timeout of Python's: that would cost a system call more for each message."""
         super().__init__()
         self._end = end
         self._decoder = MessageDecoder()
@@ -92,17 +93,24 @@ class Pipe(MessageDispatcher):
 
         Raises `PipeClosedError`.
         """
-        while self._readable(timeout_s):
-            try:
-                data = self._end.recv(_CHUNK_BYTES)
-            except OSError as error:
-                raise PipeClosedError from error
-            if not data:
-                raise PipeClosedError
+        if timeout_s != 0.0:
+            # Not poll or epoll: their resolution is a millisecond, and the engine often waits less.
+            select.select([self._end], [], [], None if timeout_s is None else max(timeout_s, 0.0))
+        more = True
+        while more:
+            data = self._receive_now()
             for message in self._decoder.feed(data):
                 self.dispatch(message)
-            timeout_s = 0.0
+            more = len(data) == _CHUNK_BYTES
 
-    def _readable(self, timeout_s: float | None) -> bool:
-        # Not poll or epoll: their resolution is a millisecond, and the engine often waits less.
-        return bool(select.select([self._end], [], [], None if timeout_s is None else max(timeout_s, 0.0))[0])
+    def _receive_now(self) -> bytes:
+        """The bytes that have arrived, up to `_CHUNK_BYTES`."""
+        try:
+            data = self._end.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise PipeClosedError from error
+        if not data:
+            raise PipeClosedError
+        return data

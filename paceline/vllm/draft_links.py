@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from paceline.launcher import die_with_parent
 from paceline.vllm.remote_drafts_settings import LinkOptions
 from paceline.wire.remote_draft_client import RemoteDraftClient
 
-SEND_TIMEOUT_S = 2.0
+SEND_TIMEOUT_S = 2
 """A process of links that reads nothing for so long counts as lost."""
 MODULE = "paceline.vllm.link_process"
 
@@ -34,7 +35,7 @@ class PoolLinks:
         with theirs:
             command = die_with_parent([sys.executable, "-m", MODULE, str(theirs.fileno())])
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        ours.settimeout(SEND_TIMEOUT_S)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_TIMEOUT_S, 0))
         self._pipe = Pipe(ours)
         self._pipe.send(self._options)
         self._drafting = RemoteDraftClient(self._pipe)
