@@ -69,7 +69,7 @@ class DraftPool:
     def send(self, message: SendDraftFrame) -> None:
         """Send a frame on its stream, or discard it if the stream has ended."""
         if stream := self._streams.get(message.stream_id):
-            stream.send(message.frame)
+            stream.send(pb.DraftFrame.FromString(message.frame))
 
     async def stop(self) -> None:
         """End every link. The workers close their requests."""

@@ -143,9 +143,9 @@ class DraftStream:
                 raise WireError(f"request_id: {wire_id} was never opened")
         is_open = [self._count_growth(wire_id, nodes) for wire_id, _, _, nodes in update.growths.headers]
         growths = update.growths if all(is_open) else GrowthBatch.of(compress(update.growths, is_open))
-        dropped = {wire_id: reason for wire_id, reason in update.dropped.items() if self._drop(wire_id, reason)}
+        dropped = [wire_id for wire_id, reason in update.dropped.items() if self._drop(wire_id, reason)]
         if growths or dropped:
-            self._on_event(StreamUpdate(self.up.stream_id, LinkUpdate(growths, dropped)))
+            self._on_event(StreamUpdate(self.up.stream_id, growths, dropped))
 
     def _note_sent(self, frame: pb.DraftFrame) -> None:
         self._metrics.sent(frame.ByteSize())

@@ -1,13 +1,15 @@
-"""Messages in the pipe between a target's engine and the event loop that holds its links to draft workers."""
+"""Messages in the pipe between a target's engine and the event loop that holds its links to draft workers.
+
+Those of every step are named tuples: pickle takes half as long for them as for dataclasses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from paceline.drafting.draft_loop import LinkUpdate
-from paceline.v1 import draft_pb2 as pb
+from paceline.core.growth import GrowthBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +19,12 @@ class ConnectDrafts:
     addresses: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class SendDraftFrame:
+class SendDraftFrame(NamedTuple):
     """To the event loop: send one step's frame on a stream."""
 
     stream_id: int
-    frame: pb.DraftFrame
+    frame: bytes
+    """A serialised `DraftFrame`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,13 @@ class StreamUp:
     """Layers whose hidden states it needs: empty, or the same as for all other open streams that need any."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamUpdate:
+class StreamUpdate(NamedTuple):
     """To the engine: a frame of a draft worker, decoded and checked. Its request ids are those on the link."""
 
     stream_id: int
-    update: LinkUpdate
+    growths: GrowthBatch
+    dropped: Collection[int]
+    """Requests that the worker cannot draft for."""
 
 
 @dataclass(frozen=True, slots=True)

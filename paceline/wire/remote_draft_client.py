@@ -102,7 +102,7 @@ class RemoteDraftClient(DraftClient):
     def flush(self) -> None:
         for stream_id, worker in self._workers.items():
             if worker.frame is not None:
-                self._pipe.send(SendDraftFrame(stream_id, worker.frame))
+                self._pipe.send(SendDraftFrame(stream_id, worker.frame.SerializeToString()))
                 worker.frame = None
 
     def poll(self, timeout_s: float) -> PollResult:
@@ -122,10 +122,10 @@ class RemoteDraftClient(DraftClient):
 
     def _on_stream_update(self, message: StreamUpdate) -> None:
         worker = self._workers[message.stream_id]
-        for wire_id, growth in message.update.growths:
+        for wire_id, growth in message.growths:
             if (request_id := worker.requests.get(wire_id)) is not None:
                 self._updates.growths.append((request_id, growth))
-        for wire_id in message.update.dropped:
+        for wire_id in message.dropped:
             if (request_id := worker.requests.get(wire_id)) is not None:
                 self._dropped_by[request_id].add(worker.up.address)
                 self._lose(worker, wire_id)

@@ -167,7 +167,7 @@ class Loopback(MessageDispatcher):
         match message:
             case SendDraftFrame(_, frame):
                 with self._stopwatch.part("wire"):
-                    updates = parse_draft_frame(frame.SerializeToString())
+                    updates = parse_draft_frame(frame)
                 with self._stopwatch.part("pipe"):
                     updates = piped(updates)
                 with self._stopwatch.part("draft"):
@@ -189,7 +189,7 @@ class Loopback(MessageDispatcher):
             frame = encode_growth_frame(LinkUpdate(growths)).SerializeToString()
             update = parse_growth_frame(frame, self._vocabulary_size)
         with self._stopwatch.part("pipe"):
-            message = piped(StreamUpdate(LINK, update))
+            message = piped(StreamUpdate(LINK, update.growths, ()))
         self.dispatch(message)
 
     def _grow(self) -> GrowthBatch:

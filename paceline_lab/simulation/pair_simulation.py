@@ -28,6 +28,7 @@ from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import MessageDispatcher
 from paceline.model import ModelOutput
 from paceline.model.rows import Row
+from paceline.v1 import draft_pb2 as pb
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamUp, StreamUpdate
 from paceline.wire.remote_draft_client import RemoteDraftClient
@@ -127,7 +128,7 @@ class _UnsentStates:
 
     def take(self, sent: SendDraftFrame) -> int:
         """The number of positions whose states go with this frame."""
-        frame = sent.frame
+        frame = pb.DraftFrame.FromString(sent.frame)
         for opening in frame.opens:
             self._positions[opening.request_id] = len(opening.token_ids)
             self._set_limit(opening.request_id, opening.max_nodes)
@@ -215,8 +216,7 @@ class _Run:
                     self._result.times[delta.request_id] += [self._time.now()] * len(delta.tokens)
                     self._running -= delta.finish_reason is not None
                 self._step_began_s = cpu_s
-            case SendDraftFrame(link, frame) as sent:
-                data = frame.SerializeToString()
+            case SendDraftFrame(link, data) as sent:
                 size = len(data) + self._unsent_states.take(sent) * self._pair.state_bytes
                 self._transmit((link, "down"), size, partial(self._deliver_to_draft, link, data))
             case ConnectDrafts():
@@ -249,4 +249,4 @@ class _Run:
 
     def _deliver_to_engine(self, link: int, data: bytes) -> None:
         grown = parse_growth_frame(data, self._pair.target.vocabulary)
-        self._engine_pipe.put(StreamUpdate(link, grown))
+        self._engine_pipe.put(StreamUpdate(link, grown.growths, list(grown.dropped)))
