@@ -7,8 +7,8 @@ taken for one another, which costs guesses and nothing else.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,13 +51,13 @@ class ChainRequest(DraftedRequest):
     def candidate_nodes(self) -> Sequence[int]:
         """The likeliest path, from the root down."""
         depth, tree = self.depth_allowed(), self.tree
-        chain: list[int] = []
+        path: list[int] = []
         last = 0
         for node in tree.best(tree.size, depth) if depth > 0 else ():
             if tree.parents[node] == last:  # best first: the likeliest child comes before its siblings
-                chain.append(node)
+                path.append(node)
                 last = node
-        return chain
+        return path
 
 
 class Batch:
@@ -68,6 +68,8 @@ class Batch:
         `salt_of`: the cache salt of a row's request."""
         self.requests: dict[int, ChainRequest] = {}
         """By key."""
+        self._last_rows: list[ChainRequest] = []
+        """The request of each row of the last step."""
         self._open_request = open_request
         self._salt_of = salt_of
 
@@ -79,38 +81,37 @@ class Batch:
         `sampled`: the tokens that the last step drew for each row. `lengths`: tokens of each row, these included.
         `token_ids`: [rows or more, positions].
         """
-        known: defaultdict[tuple[int, int], list[ChainRequest]] = defaultdict(list)
-        for request in self.requests.values():
-            known[len(request.tokens), request.tokens[-1]].append(request)
+        absent = dict(self.requests)
         rows = []
         for row, drawn in enumerate(sampled):
-            length = int(lengths[row])
-            tokens = token_ids[row, :length]
-            before = tokens[: length - len(drawn)]
-            found = self._take(known, row, before) if len(before) else None
-            request = found or self._open_request(row, tokens)
-            self.requests[request.key] = request
+            tokens = token_ids[row, : lengths[row]]
+            request = self._recognise(absent, row, tokens[: len(tokens) - len(drawn)])
+            if request is None:
+                request = self._open_request(row, tokens)
+                self.requests[request.key] = request
+            else:
+                del absent[request.key]
             rows.append((request, tokens[len(request.tokens) :].tolist()))
             request.row, request.absent_steps = row, 0
-        return rows, self._forget_absent([request for each in known.values() for request in each])
+        self._last_rows = [request for request, _ in rows]
+        return rows, self._forget_absent(absent.values())
 
-    def _take(
-        self, known: dict[tuple[int, int], list[ChainRequest]], row: int, tokens: TokenIds
-    ) -> ChainRequest | None:
-        """The request with these tokens, by preference the one that had this row; else the one that had this row and
-        has only the first of them: vLLM asks for no drafts while any request is near its end."""
-        salt = self._salt_of(row)
-        same = [each for each in known.get((len(tokens), int(tokens[-1])), ()) if each.begins(tokens, salt)]
-        same = same or [
-            each for group in known.values() for each in group if each.row == row and each.begins(tokens, salt)
-        ]
-        if not same:
+    def _recognise(self, known: Mapping[int, ChainRequest], row: int, tokens: TokenIds) -> ChainRequest | None:
+        """The one of these requests, by key, that has these tokens, by preference the one that had this row; else the
+        one that had this row and has only the first of them: vLLM asks for no drafts while any request is near its
+        end."""
+        if not (count := len(tokens)):
             return None
-        request = min(same, key=lambda each: each.row != row)
-        known[len(request.tokens), request.tokens[-1]].remove(request)
-        return request
+        salt = self._salt_of(row)
+        if row < len(self._last_rows):
+            last = self._last_rows[row]
+            if last.key in known and len(last.tokens) == count and last.begins(tokens, salt):
+                return last
+        same = (each for each in known.values() if len(each.tokens) == count and each.begins(tokens, salt))
+        shorter = (each for each in known.values() if each.row == row and each.begins(tokens, salt))
+        return next(chain(same, shorter), None)
 
-    def _forget_absent(self, absent: Sequence[ChainRequest]) -> list[ChainRequest]:
+    def _forget_absent(self, absent: Iterable[ChainRequest]) -> list[ChainRequest]:
         for request in absent:
             request.absent_steps += 1
         forgotten = [request for request in absent if request.absent_steps > MAX_ABSENT_STEPS]

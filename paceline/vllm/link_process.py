@@ -90,6 +90,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its pipe
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: not on this system
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # vLLM's workers are bound to the cores they compute on
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # else a message would preempt its sender
     logs.configure("paceline-links")
     asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
 
