@@ -43,6 +43,8 @@ class DraftManager:
         """Nodes received since the engine last reset this."""
         self.grafted = 0
         """Those of them that joined a tree."""
+        self.waited_s = 0.0
+        """Time that steps have waited for growth."""
         self._draft_client = draft_client
         self._lookup_clients = lookup_clients
         self._strategy = strategy
@@ -126,7 +128,9 @@ class DraftManager:
             self._graft_updates(lookup.poll(0.0), requests, source)
 
         def receive(timeout_s: float) -> bool:
+            began = self._clock()
             updates = self._draft_client.poll(timeout_s)
+            self.waited_s += self._clock() - began
             self._graft_updates(updates, requests, OWN_DRAFT_SOURCE)
             return bool(updates) and updates.may_continue
 

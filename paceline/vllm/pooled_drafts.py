@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
+from statistics import median
 from typing import Protocol
 
 from torch import Tensor
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
 """So many measured steps have no draft tokens: they show what plain decoding costs."""
+TIMED_STEPS = 1000
+"""Steps of which the median time is known."""
 GREEDY_ROW = RowDescription(SamplingParams(temperature=0.0))
 """Of draws with noise that drafts cannot predict: they guess the likeliest tokens."""
 
@@ -83,6 +87,7 @@ class PooledDrafts:
         self._connected_at = 0.0
         self._retry_at: float | None = 0.0
         """When the links are opened; None: they are open."""
+        self._propose_s: deque[float] = deque(maxlen=TIMED_STEPS)
         self._learned = LearnedRowCost()
         self._cost = StepCost(self._learned.cost)
         sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(config.beside))
@@ -122,6 +127,11 @@ class PooledDrafts:
                 self._stop()
         return [[] for _ in sampled]
 
+    @property
+    def propose_ms(self) -> float:
+        """Median time of `propose` in the last steps, waits for growth left out; 0 before the first."""
+        return 1e3 * median(self._propose_s or [0.0])
+
     def start(self) -> None:
         """Open the links, so that drafts are connected before the first request."""
         self._retry_at, self._connected_at = None, self._clock()
@@ -146,7 +156,7 @@ class PooledDrafts:
         self._retry_at = now + self._backoff.after(now - self._connected_at)
 
     def _propose(self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds) -> list[list[int]]:
-        called_at = self._clock()
+        called_at, waited_s = self._clock(), self._manager.waited_s
         rows, forgotten = self._batch.update(sampled, lengths, token_ids)
         for request in forgotten:
             self._manager.close(request.key)
@@ -165,6 +175,7 @@ class PooledDrafts:
         self._proposed = requests if len(drawing) == len(requests) else None
         self._proposed_rows = len(requests) + sum(map(len, chosen.values()))
         self._called_at, self._returned_at = called_at, self._clock()
+        self._propose_s.append(self._returned_at - called_at - (self._manager.waited_s - waited_s))
         return [chosen.get(request.key, []) for request in requests]
 
     def _open(self, row: int, tokens: TokenIds) -> ChainRequest:

@@ -61,6 +61,11 @@ class RemoteDrafts:
         if self._drafts is not None:
             self._drafts.start()
 
+    @property
+    def propose_ms(self) -> float:
+        """Median time of `propose` in the last steps, waits for drafts left out. 0 on other ranks than the first."""
+        return self._drafts.propose_ms if self._drafts is not None else 0.0
+
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],

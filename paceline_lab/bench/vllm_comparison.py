@@ -6,7 +6,8 @@
 
 vLLM computes on the CPU, in the environment of `make test-vllm`. The draft worker shares the machine with it: where
 target and draft have no cores of their own, what the draft computes lengthens vLLM's steps. Sizes, loads, turns and
-`equal` are those of `bench peers`.
+`equal` are those of `bench peers`. `propose_ms`: the median time of `RemoteDrafts.propose` with one request, waits for
+growth left out.
 """
 
 from __future__ import annotations
@@ -81,13 +82,20 @@ class VllmBenchOptions:
 def run(console: Console, options: VllmBenchOptions) -> dict[str, Any]:
     """Measure and show; return the JSON document. Ctrl-C ends the run with what was measured so far."""
     result = PeerResult(console)
+    propose_ms: dict[str, dict[str, float]] = {}
     with results_kept_on_interrupt(console):
         for size in options.sizes:
-            _measure_size(size, options, result)
+            _measure_size(size, options, result, propose_ms.setdefault(size, {}))
     rows = result.rows()
     found = {size: figures([row for row in rows if row["size"] == size]) for size in options.sizes}
     _show(console, rows)
-    return {"ratios": found, "threads": result.threads, "left_out": result.left_out, "rows": rows}
+    return {
+        "ratios": found,
+        "propose_ms": propose_ms,
+        "threads": result.threads,
+        "left_out": result.left_out,
+        "rows": rows,
+    }
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -111,7 +119,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult) -> None:
+def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult, propose_ms: dict[str, float]) -> None:
+    """`propose_ms` gets the figure of each method that drafts from a pool."""
     known = {each.name: prompts_of(each) for each in (*workloads(), *repetitive_workloads())}
     loads = {load: known[LOADS[load][0]] for load in options.loads}
     first = next(iter(loads.values()))[0]
@@ -138,6 +147,22 @@ def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult) -> N
                 able = warmed_up(processes, first, batch, result)
                 for load, prompts in loads.items():
                     measure_load((size, load, batch), able, prompts, options.repeats, result, status)
+                if batch == 1:
+                    propose_ms.update(_propose_ms(able, result))
+
+
+def _propose_ms(processes: Processes, result: PeerResult) -> dict[str, float]:
+    """By method that drafts from a pool."""
+    found: dict[str, float] = {}
+    for (_, method), process in processes.items():
+        try:
+            value = process.figures().get("propose_ms")
+        except PeerError as error:
+            result.leave_out(f"{error} ({method})")
+        else:
+            if value is not None:
+                found[method] = round(value, 3)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

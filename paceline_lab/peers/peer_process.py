@@ -28,7 +28,7 @@ class PeerError(Exception):
 
 
 class PeerProcess:
-    """A process with the protocol of `paceline_lab.peers.peer_worker`, stopped except in `start` and `generate`."""
+    """A process with the protocol of `paceline_lab.peers.peer_worker`, stopped except while it responds."""
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         """`argv[0]` is an absolute path. The engine's output goes to `log`."""
@@ -57,6 +57,10 @@ class PeerProcess:
         """New tokens of each prompt, and seconds. Raises `PeerError`."""
         response = self._exchange(request, ANSWER_S)
         return response["tokens"], response["seconds"]
+
+    def figures(self) -> dict[str, float]:
+        """What else the engine has measured, by name. Raises `PeerError`."""
+        return dict(self._exchange({"figures": True}, ANSWER_S)["figures"])
 
     def close(self) -> None:
         self._signal(signal.SIGKILL)

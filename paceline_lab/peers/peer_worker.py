@@ -11,7 +11,7 @@ The response is `{"ready": METHODS}`. Every further line requests new tokens of 
 
 and gets `{"tokens": [[3, 4], ...], "seconds": 0.2}` with the seconds of the engine's own call, or `{"error": TEXT}`.
 Every prompt draws with that seed. No engine reuses a prompt's KV, and none stops early: the checkpoints have no
-end-of-text token.
+end-of-text token. `{"figures": true}` requests what else the engine has measured: `{"figures": {NAME: VALUE, ...}}`.
 
 This file runs in the engine's environment, where paceline may not be installed: its imports are inside functions.
 """
@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 POSITIONS = 2048
 """Most positions of one request."""
@@ -40,7 +40,15 @@ Generate = Callable[[Sequence[Sequence[int]], float, int, int], Tokens]
 """From prompts, temperature, seed and number of tokens to the new tokens of each prompt. Raises ValueError."""
 
 
-def load_paceline(setup: Setup) -> dict[str, Generate]:
+class Engine(NamedTuple):
+    """An engine that has loaded its models."""
+
+    methods: Mapping[str, Generate]
+    figures: Callable[[], dict[str, float]] = dict
+    """What it has measured, beside the time of calls."""
+
+
+def load_paceline(setup: Setup) -> Engine:
     """Every method drafts in this process over one loaded target, as configured in the setup's `speculation`."""
     from paceline.config import SamplingParams
     from paceline.llm import LLM
@@ -57,10 +65,10 @@ def load_paceline(setup: Setup) -> dict[str, Generate]:
 
         return generate
 
-    return {name: generating(name) for name in llms}
+    return Engine({name: generating(name) for name in llms})
 
 
-def load_transformers(setup: Setup) -> dict[str, Generate]:
+def load_transformers(setup: Setup) -> Engine:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -89,14 +97,16 @@ def load_transformers(setup: Setup) -> dict[str, Generate]:
 
         return generate
 
-    return {
-        "plain": generating(MOST_AT_ONCE),
-        "assisted": generating(1, assistant_model=draft),
-        "prompt_lookup": generating(1, prompt_lookup_num_tokens=LOOKED_UP["prompt_lookup"]),
-    }
+    return Engine(
+        {
+            "plain": generating(MOST_AT_ONCE),
+            "assisted": generating(1, assistant_model=draft),
+            "prompt_lookup": generating(1, prompt_lookup_num_tokens=LOOKED_UP["prompt_lookup"]),
+        }
+    )
 
 
-def load_llama_cpp(setup: Setup) -> dict[str, Generate]:
+def load_llama_cpp(setup: Setup) -> Engine:
     from gguf_writer import write_gguf  # beside this file
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -127,7 +137,7 @@ def load_llama_cpp(setup: Setup) -> dict[str, Generate]:
         return generate
 
     plain: dict[str, Generate] = {"plain": LlamaCppBatches(str(path), threads).generate}
-    return plain | {name: looking_up(most) for name, most in LOOKED_UP.items() if name in setup["methods"]}
+    return Engine(plain | {name: looking_up(most) for name, most in LOOKED_UP.items() if name in setup["methods"]})
 
 
 class LlamaCppBatches:
@@ -188,7 +198,7 @@ class LlamaCppBatches:
             raise ValueError(f"llama_decode gave {code}")
 
 
-def load_vllm(setup: Setup) -> dict[str, Generate]:
+def load_vllm(setup: Setup) -> Engine:
     """One method: each needs an engine of its own. `engine_args` of the setup: more arguments of it."""
     from vllm import LLM, SamplingParams
 
@@ -217,7 +227,11 @@ def load_vllm(setup: Setup) -> dict[str, Generate]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return [list(each.outputs[0].token_ids) for each in llm.generate(inputs, sampling, use_tqdm=False)]
 
-    return {method: generate}
+    def propose_ms() -> dict[str, float]:
+        [value] = llm.collective_rpc(lambda worker: worker.model_runner.drafter.propose_ms)
+        return {"propose_ms": value}
+
+    return Engine({method: generate}, propose_ms if config is speculation["pool"] else dict)
 
 
 def _refuse_more(prompts: Sequence[Sequence[int]], most: int) -> None:
@@ -225,7 +239,7 @@ def _refuse_more(prompts: Sequence[Sequence[int]], most: int) -> None:
         raise ValueError(f"it takes {most} at once")
 
 
-LOADERS: Mapping[str, Callable[[Setup], dict[str, Generate]]] = {
+LOADERS: Mapping[str, Callable[[Setup], Engine]] = {
     "paceline": load_paceline,
     "transformers": load_transformers,
     "llama.cpp": load_llama_cpp,
@@ -233,24 +247,27 @@ LOADERS: Mapping[str, Callable[[Setup], dict[str, Generate]]] = {
 }
 
 
-def serve(load: Callable[[Setup], dict[str, Generate]], requests: TextIO, responses: TextIO) -> None:
+def serve(load: Callable[[Setup], Engine], requests: TextIO, responses: TextIO) -> None:
     """Answer line by line until the input ends."""
 
     def respond(line: dict[str, Any]) -> None:
         print(json.dumps(line), file=responses, flush=True)
 
     try:
-        methods = load(json.loads(requests.readline()))
+        engine = load(json.loads(requests.readline()))
     except Exception as error:
         respond({"error": f"{type(error).__name__}: {error}"})
         raise
-    respond({"ready": list(methods)})
+    respond({"ready": list(engine.methods)})
     for line in requests:
         request = json.loads(line)
+        if "figures" in request:
+            respond({"figures": engine.figures()})
+            continue
         began = time.perf_counter()
         try:
             sampling = request["temperature"], request["seed"], request["max_tokens"]
-            tokens = methods[request["method"]](request["prompts"], *sampling)
+            tokens = engine.methods[request["method"]](request["prompts"], *sampling)
             respond({"tokens": tokens, "seconds": time.perf_counter() - began})
         except Exception as error:  # noqa: BLE001 - the next request may succeed
             respond({"error": f"{type(error).__name__}: {error}"})

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from paceline_lab.peers.peer_worker import Generate, Setup, Tokens, serve
+from paceline_lab.peers.peer_worker import Engine, Setup, Tokens, serve
 
 
-def load(setup: Setup) -> dict[str, Generate]:
+def load(setup: Setup) -> Engine:
     if "broken" in setup:
         raise ValueError("nothing to load")
 
@@ -27,7 +27,7 @@ def load(setup: Setup) -> dict[str, Generate]:
         time.sleep(0.2)
         return plain(prompts, temperature, seed, count)
 
-    return {"plain": plain, "refusing": refusing, "dying": dying, "slow": slow}
+    return Engine({"plain": plain, "refusing": refusing, "dying": dying, "slow": slow}, lambda: {"loads": 1})
 
 
 if __name__ == "__main__":

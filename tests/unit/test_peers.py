@@ -62,6 +62,8 @@ def test_an_engine_responds_line_by_line_and_is_stopped_between_requests(engine:
         assert is_stopped(engine)
     _, seconds = engine.generate({**REQUEST, "method": "slow"})
     assert 0.2 <= seconds < 2, "it measures its own call"
+    assert engine.figures() == {"loads": 1}
+    assert is_stopped(engine)
 
 
 def test_an_engine_says_why_it_cannot_load(engine: PeerProcess) -> None:
