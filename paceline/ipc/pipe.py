@@ -42,7 +42,12 @@ class MessageDecoder:
 
 
 def pack(message: object) -> bytes:
-    """Return the message as `MessageDecoder` reads it."""
+    """Return the message as `MessageDecoder` reads it.
+
+    Named tuples travel as plain ones behind their names: pickle looks the classes of other messages up by import.
+    """
+    if isinstance(message, tuple):
+        message = (type(message).__name__, *message)
     payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(payload)) + payload
 
@@ -52,12 +57,18 @@ class MessageDispatcher:
 
     def __init__(self) -> None:
         self._handlers: dict[type[Any], Callable[[Any], None]] = {}
+        self._kinds: dict[str, type[Any]] = {}
+        """By name."""
 
     def on(self, kind: type[Message], handler: Callable[[Message], None]) -> None:
         """Register the handler for messages whose type is exactly `kind`."""
         self._handlers[kind] = handler
+        self._kinds[kind.__name__] = kind
 
     def dispatch(self, message: object) -> None:
+        if type(message) is tuple:  # a named tuple, see `pack`
+            name, *fields = message
+            message = self._kinds[name](*fields)
         self._handlers[type(message)](message)
 
 

@@ -8,7 +8,6 @@ which requests are open, are checked by `draft_stream` and by the draft's servic
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -160,7 +159,9 @@ def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
 def _decode_growths(messages: Sequence[pb.GrowthFrame.Growth], vocabulary_size: int) -> GrowthBatch:
     """Parent ids are 0 for the root, or any id that this draft has used, also of pruned nodes."""
     headers: list[tuple[int, int, int, int]] = []
-    parent_ids, tokens, log_probs = array("Q"), array("I"), array("d")
+    parent_ids: list[int] = []
+    tokens: list[int] = []
+    log_probs: list[float] = []
     distributions: list[DraftDistribution] = []
     have_distributions = any(message.draft_laws for message in messages)
     for message in messages:

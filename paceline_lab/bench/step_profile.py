@@ -163,7 +163,7 @@ class Loopback(MessageDispatcher):
 
     def send(self, message: object) -> None:
         with self._stopwatch.part("pipe"):
-            message = piped(message)
+            piped(message)
         match message:
             case SendDraftFrame(_, frame):
                 with self._stopwatch.part("wire"):
@@ -189,7 +189,7 @@ class Loopback(MessageDispatcher):
             frame = encode_growth_frame(LinkUpdate(growths)).SerializeToString()
             update = parse_growth_frame(frame, self._vocabulary_size)
         with self._stopwatch.part("pipe"):
-            message = piped(StreamUpdate(LINK, update.growths, ()))
+            message = piped(StreamUpdate(LINK, update.growths.fields, ()))
         self.dispatch(message)
 
     def _grow(self) -> GrowthBatch:

@@ -249,4 +249,4 @@ class _Run:
 
     def _deliver_to_engine(self, link: int, data: bytes) -> None:
         grown = parse_growth_frame(data, self._pair.target.vocabulary)
-        self._engine_pipe.put(StreamUpdate(link, grown.growths, list(grown.dropped)))
+        self._engine_pipe.put(StreamUpdate(link, grown.growths.fields, list(grown.dropped)))
