@@ -40,7 +40,7 @@ Generate = Callable[[Sequence[Sequence[int]], float, int, int], Tokens]
 """From prompts, temperature, seed and number of tokens to the new tokens of each prompt. Raises ValueError."""
 
 
-class Engine(NamedTuple):
+class LoadedEngine(NamedTuple):
     """An engine that has loaded its models."""
 
     methods: Mapping[str, Generate]
@@ -48,7 +48,7 @@ class Engine(NamedTuple):
     """What it has measured, beside the time of calls."""
 
 
-def load_paceline(setup: Setup) -> Engine:
+def load_paceline(setup: Setup) -> LoadedEngine:
     """Every method drafts in this process over one loaded target, as configured in the setup's `speculation`."""
     from paceline.config import SamplingParams
     from paceline.llm import LLM
@@ -65,10 +65,10 @@ def load_paceline(setup: Setup) -> Engine:
 
         return generate
 
-    return Engine({name: generating(name) for name in llms})
+    return LoadedEngine({name: generating(name) for name in llms})
 
 
-def load_transformers(setup: Setup) -> Engine:
+def load_transformers(setup: Setup) -> LoadedEngine:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -97,7 +97,7 @@ def load_transformers(setup: Setup) -> Engine:
 
         return generate
 
-    return Engine(
+    return LoadedEngine(
         {
             "plain": generating(MOST_AT_ONCE),
             "assisted": generating(1, assistant_model=draft),
@@ -106,7 +106,7 @@ def load_transformers(setup: Setup) -> Engine:
     )
 
 
-def load_llama_cpp(setup: Setup) -> Engine:
+def load_llama_cpp(setup: Setup) -> LoadedEngine:
     from gguf_writer import write_gguf  # beside this file
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -137,7 +137,9 @@ def load_llama_cpp(setup: Setup) -> Engine:
         return generate
 
     plain: dict[str, Generate] = {"plain": LlamaCppBatches(str(path), threads).generate}
-    return Engine(plain | {name: looking_up(most) for name, most in LOOKED_UP.items() if name in setup["methods"]})
+    return LoadedEngine(
+        plain | {name: looking_up(most) for name, most in LOOKED_UP.items() if name in setup["methods"]}
+    )
 
 
 class LlamaCppBatches:
@@ -198,7 +200,7 @@ class LlamaCppBatches:
             raise ValueError(f"llama_decode gave {code}")
 
 
-def load_vllm(setup: Setup) -> Engine:
+def load_vllm(setup: Setup) -> LoadedEngine:
     """One method: each needs an engine of its own. `engine_args` of the setup: more arguments of it."""
     from vllm import LLM, SamplingParams
 
@@ -231,7 +233,7 @@ def load_vllm(setup: Setup) -> Engine:
         [value] = llm.collective_rpc(lambda worker: worker.model_runner.drafter.propose_ms)
         return {"propose_ms": value}
 
-    return Engine({method: generate}, propose_ms if config is speculation["pool"] else dict)
+    return LoadedEngine({method: generate}, propose_ms if config is speculation["pool"] else dict)
 
 
 def _refuse_more(prompts: Sequence[Sequence[int]], most: int) -> None:
@@ -239,7 +241,7 @@ def _refuse_more(prompts: Sequence[Sequence[int]], most: int) -> None:
         raise ValueError(f"it takes {most} at once")
 
 
-LOADERS: Mapping[str, Callable[[Setup], Engine]] = {
+LOADERS: Mapping[str, Callable[[Setup], LoadedEngine]] = {
     "paceline": load_paceline,
     "transformers": load_transformers,
     "llama.cpp": load_llama_cpp,
@@ -247,7 +249,7 @@ LOADERS: Mapping[str, Callable[[Setup], Engine]] = {
 }
 
 
-def serve(load: Callable[[Setup], Engine], requests: TextIO, responses: TextIO) -> None:
+def serve(load: Callable[[Setup], LoadedEngine], requests: TextIO, responses: TextIO) -> None:
     """Answer line by line until the input ends."""
 
     def respond(line: dict[str, Any]) -> None:

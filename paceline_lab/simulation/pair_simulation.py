@@ -17,9 +17,10 @@ from functools import partial
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.core.messages import GenerationRequest
 from paceline.core.policy.step_cost import RowCost
-from paceline.drafting.draft_loop import DraftLoop, DraftRounds, LinkEvents
+from paceline.drafting.draft_loop import DraftLoop, DraftRounds, LinkEvents, RequestClosed
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
@@ -28,7 +29,6 @@ from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import MessageDispatcher
 from paceline.model import ModelOutput
 from paceline.model.rows import Row
-from paceline.v1 import draft_pb2 as pb
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamUp, StreamUpdate
 from paceline.wire.remote_draft_client import RemoteDraftClient
@@ -128,16 +128,19 @@ class _UnsentStates:
 
     def take(self, sent: SendDraftFrame) -> int:
         """The number of positions whose states go with this frame."""
-        frame = pb.DraftFrame.FromString(sent.frame)
-        for opening in frame.opens:
-            self._positions[opening.request_id] = len(opening.token_ids)
-            self._set_limit(opening.request_id, opening.max_nodes)
-        for commit in frame.commits:
-            self._positions[commit.request_id] += len(commit.token_ids)
-        for limit in frame.limits:
-            self._set_limit(limit.request_id, limit.max_nodes)
-        for close in frame.closes:
-            self._positions.pop(close.request_id, None)
+        for event in parse_draft_frame(sent.frame):
+            match event:
+                case Opening():
+                    self._positions[event.request_id] = len(event.tokens)
+                    self._set_limit(event.request_id, event.max_nodes)
+                case Commit():
+                    self._positions[event.request_id] += len(event.tokens)
+                case Limit():
+                    self._set_limit(event.request_id, event.max_nodes)
+                case RequestClosed():
+                    self._positions.pop(event.request_id, None)
+                case Context():
+                    pass
         due = {key: min(unsent, MAX_HIDDEN_STATES_SENT) for key, unsent in self._positions.items()}
         due = {key: positions for key, positions in due.items() if key not in self._paused}
         for key, positions in due.items():

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from paceline_lab.peers.peer_worker import Engine, Setup, Tokens, serve
+from paceline_lab.peers.peer_worker import LoadedEngine, Setup, Tokens, serve
 
 
-def load(setup: Setup) -> Engine:
+def load(setup: Setup) -> LoadedEngine:
     if "broken" in setup:
         raise ValueError("nothing to load")
 
@@ -27,7 +27,7 @@ def load(setup: Setup) -> Engine:
         time.sleep(0.2)
         return plain(prompts, temperature, seed, count)
 
-    return Engine({"plain": plain, "refusing": refusing, "dying": dying, "slow": slow}, lambda: {"loads": 1})
+    return LoadedEngine({"plain": plain, "refusing": refusing, "dying": dying, "slow": slow}, lambda: {"loads": 1})
 
 
 if __name__ == "__main__":
