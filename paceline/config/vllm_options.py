@@ -25,6 +25,16 @@ class VllmOptions(Settings):
         (), description="layers whose hidden states draft workers read (EAGLE-3 and other heads), ascending"
     )
 
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks one behind the other, each with a part of the layers."""
+        return int(self.engine_args.get("pipeline_parallel_size", 1))
+
+    @property
+    def executor(self) -> str | None:
+        """What starts vLLM's ranks, such as "ray" or "mp"; None: vLLM's choice."""
+        return self.engine_args.get("distributed_executor_backend")
+
     @field_validator("python")
     @classmethod
     def _runs(cls, value: str | None) -> str | None:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import ray
 
+from paceline.host_port import HostPort
 from paceline.launcher import die_with_parent
-from paceline.model.parallel.host_port import HostPort
+from paceline.ray_pool.placement import placement_variables
 
 
 class RankActor:
@@ -30,7 +31,8 @@ class RankActor:
     async def run(self, arguments: Sequence[str]) -> int:
         """Run `python ...` on this node until it ends. Returns its exit code."""
         command = die_with_parent([sys.executable, *arguments])
-        self._process = subprocess.Popen(command, start_new_session=True)  # noqa: ASYNC220 - a few milliseconds
+        environment = {**os.environ, **placement_variables()}
+        self._process = subprocess.Popen(command, start_new_session=True, env=environment)  # noqa: ASYNC220 - a few ms
         return await asyncio.to_thread(self._process.wait)
 
     async def stop(self) -> None:

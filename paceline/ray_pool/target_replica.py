@@ -1,4 +1,4 @@
-"""One replica of a target: a placement group, an actor in each of its bundles, and a process for each actor.
+"""One replica of a target: a placement group, actors in its bundles, and a process for each actor.
 
 When one process ends, the replica ends the others, removes the placement group, and starts again.
 """
@@ -18,8 +18,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from paceline.host_port import HostPort
 from paceline.launcher import COULD_NOT_START, Backoff, StartError
-from paceline.model.parallel.host_port import HostPort
 from paceline.ray_pool.rank_actor import RankActor
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,17 @@ LOG_INTERVAL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What all ranks of a replica need."""
+    """What a replica needs."""
 
-    size: int
+    bundles: int
+    """In its placement group."""
     bundle: dict[str, float]
-    """Ray resources of one rank."""
+    """Ray resources of one bundle."""
     placement: Placement
+    processes: int
+    """Ranks that are processes of ours, in the first bundles. vLLM places its ranks in the bundles itself."""
+    process: dict[str, float]
+    """Ray resources of one process, out of its bundle."""
     rank_zero_command: Callable[[HostPort], AbstractContextManager[Sequence[str]]]
     """Rank 0's arguments of Python, given the rendezvous. The context lasts until rank 0 has ended."""
     stop_s: float
@@ -97,16 +102,16 @@ class TargetReplica:
         code, else one of the ranks' exit codes."""
         spec = self.spec
         with ExitStack() as stack:
-            group = placement_group([spec.bundle] * spec.size, strategy=spec.placement.upper())
+            group = placement_group([spec.bundle] * spec.bundles, strategy=spec.placement.upper())
             stack.callback(remove_placement_group, group)
-            await self._result(group.ready(), f"{spec.size} × {spec.bundle} in the cluster")
-            actors = [self._start_actor(group, rank) for rank in range(spec.size)]
+            await self._result(group.ready(), f"{spec.bundles} × {spec.bundle} in the cluster")
+            actors = [self._start_actor(group, rank) for rank in range(spec.processes)]
             for actor in actors:
                 stack.callback(ray.kill, actor)  # kills its process, too
             rendezvous: HostPort = await self._result(actors[0].rendezvous_address.remote(), "its first actor")
             log.info("%s starts, its ranks meet at %s", self.name, rendezvous)
             commands = [stack.enter_context(spec.rank_zero_command(rendezvous))]
-            for rank in range(1, spec.size):
+            for rank in range(1, spec.processes):
                 commands.append(("-m", "paceline_services.rank", "--rendezvous", str(rendezvous), "--rank", str(rank)))
             runs = [
                 asyncio.ensure_future(actor.run.remote(command))
@@ -134,13 +139,13 @@ class TargetReplica:
             pending.cancel()
 
     def _start_actor(self, group: Any, rank: int) -> Any:
-        """The actor in a bundle; it reserves all resources of the bundle for its process."""
-        bundle = dict(self.spec.bundle)
+        """The actor in a bundle; it reserves the resources of its process."""
+        resources = self.spec.process
         return (
             ray.remote(RankActor)
             .options(
-                num_cpus=bundle.pop("CPU", 0),
-                num_gpus=bundle.pop("GPU", 0),
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
                 max_concurrency=4,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             )

@@ -48,7 +48,7 @@ def engine_arguments(
         raise ValueError(f"engine_args of --vllm-options: {fixed[0]} is {OURS[fixed[0]]}, and cannot be another")
     if "tensor_parallel_size" in options.engine_args:
         raise ValueError("engine_args of --vllm-options: tensor_parallel_size belongs into --engine-config")
-    if config.cpus and config.tensor_parallel_size > 1:
+    if config.cpus and config.tensor_parallel_size * options.pipeline_parallel_size > 1:
         raise ValueError("cpus in --engine-config is for one rank: set VLLM_CPU_OMP_THREADS_BIND for several")
     ours = {SAME[name]: getattr(config, name) for name in SAME if name in changed}
     drafts = _drafts(speculation, options.hidden_state_layers, redis_url, tls_files)

@@ -17,8 +17,9 @@ from contextlib import contextmanager, nullcontext
 import ray
 
 from paceline.config import EngineConfig
+from paceline.config.vllm_options import VllmOptions
+from paceline.host_port import HostPort
 from paceline.launcher import StartError
-from paceline.model.parallel.host_port import HostPort
 from paceline.ray_pool.port_allocator import PortAllocator
 from paceline.ray_pool.target_replica import ReplicaSpec, TargetReplica
 from paceline.telemetry import logs
@@ -64,8 +65,8 @@ async def serve(options: argparse.Namespace, rest: Sequence[str], stop: asyncio.
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray replaced the handlers
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        ranks = replica_ranks(options, rest)
-        await keep_running([TargetReplica(f"replica {n}", ranks) for n in range(1, options.replicas + 1)], stop)
+        spec = replica_spec(options, rest)
+        await keep_running([TargetReplica(f"replica {n}", spec) for n in range(1, options.replicas + 1)], stop)
     finally:
         await asyncio.to_thread(ray.shutdown)
     log.info("pool stopped")
@@ -107,21 +108,29 @@ def connect_ray(address: str) -> None:
         raise StartError(f"--ray {address}: no cluster there ({reason}); start one, or use local") from error
 
 
-def replica_ranks(options: argparse.Namespace, rest: Sequence[str]) -> ReplicaSpec:
-    """Return the ranks and resources of each replica."""
+def replica_spec(options: argparse.Namespace, rest: Sequence[str]) -> ReplicaSpec:
+    """Return the bundles and processes of each replica.
+
+    Each rank has a bundle. Ranks of our engine are processes of ours. vLLM is one process of ours: its Ray executor
+    starts the ranks. It has no Ray executor for CPUs, so there one bundle holds all ranks.
+    """
     engine: EngineConfig = options.target.engine_config
+    vllm: VllmOptions = options.target.vllm_options
     size = options.tensor_parallel_size or engine.tensor_parallel_size
+    ranks = size * vllm.pipeline_parallel_size
+    cuda, ours = engine.device.startswith("cuda"), options.target.engine == "paceline"
+    by_ray = not ours and ranks > 1 and (vllm.executor or ("ray" if cuda else "mp")) == "ray"
+    if by_ray:
+        vllm = vllm.model_copy(update={"engine_args": {**vllm.engine_args, "distributed_executor_backend": "ray"}})
     ports = PortAllocator(options.target.port)
     metrics = None if options.target.metrics_port is None else PortAllocator(options.target.metrics_port)
 
-    alone = size == 1 or options.target.engine == "vllm"  # vLLM starts its ranks itself
-
     @contextmanager
     def rank0_command(rendezvous: HostPort) -> Iterator[list[str]]:
-        shared = engine.model_copy(
-            update={"tensor_parallel_size": size, "rendezvous": None if alone else str(rendezvous)}
-        )
+        meet = str(rendezvous) if ours and ranks > 1 else None
+        shared = engine.model_copy(update={"tensor_parallel_size": size, "rendezvous": meet})
         own = ["--host", rendezvous.host, "--engine-config", shared.model_dump_json()]
+        own += ["--vllm-options", vllm.model_dump_json()] if by_ray else []
         with (
             ports.reserve(rendezvous.host) as port,
             nullcontext() if metrics is None else metrics.reserve(rendezvous.host) as metrics_port,
@@ -130,12 +139,18 @@ def replica_ranks(options: argparse.Namespace, rest: Sequence[str]) -> ReplicaSp
             own += [] if metrics_port is None else ["--metrics-port", str(metrics_port)]
             yield ["-m", "paceline_services.target", *rest, *own]
 
-    processes = 1 if alone else size
-    in_each = float(size // processes)
-    bundle = {"CPU": engine.threads * in_each}
-    if engine.device.startswith("cuda"):
-        bundle["GPU"] = in_each  # the process sees only these
-    return ReplicaSpec(processes, bundle, options.placement, rank0_command, options.target.drain_s + STOP_GRACE_S)
+    bundles = ranks if ours or by_ray else 1
+    in_each = float(ranks // bundles)
+    bundle = {"CPU": engine.threads * in_each, **({"GPU": in_each} if cuda else {})}
+    return ReplicaSpec(
+        bundles=bundles,
+        bundle=bundle,
+        placement=options.placement,
+        processes=ranks if ours else 1,
+        process={"CPU": bundle["CPU"]} if by_ray else bundle,  # vLLM's ranks take the GPUs
+        rank_zero_command=rank0_command,
+        stop_s=options.target.drain_s + STOP_GRACE_S,
+    )
 
 
 if __name__ == "__main__":

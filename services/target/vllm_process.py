@@ -10,15 +10,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.drafting import complete_config
 from paceline.engine.engine_loop import EngineLoop
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
-from paceline.launcher import StartError
+from paceline.launcher import FAILED, StartError
 from paceline.model_names import resolve_model
 from paceline.vllm.engine_arguments import engine_arguments
 from paceline_services.model_entrypoint import as_start_errors, bind_cpus, run_model_process
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRANSIENT = ("Free memory on device", "Available memory on node")
-"""Beginnings of vLLM's errors that another start may not meet: what was killed before gives its memory back late."""
+TRANSIENT = ("Free memory on device", "Available memory on node", "The actor died")
+"""Beginnings of vLLM's errors that another start may not meet: what was killed before gives its memory back late, and
+a rank or its node may be lost while vLLM starts."""
 
 
 def serve_vllm(pipe: Pipe, options: argparse.Namespace) -> None:
@@ -60,19 +61,49 @@ def build_engine(options: argparse.Namespace) -> VllmEngine:
             options.redis_url,
             tls,
         )
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        from paceline.vllm.vllm_engine import VllmEngine
-
-        return VllmEngine(LLMEngine.from_engine_args(EngineArgs(**arguments)))
+        return start_vllm(arguments)
     except ImportError as error:
         raise StartError(f"vLLM cannot be imported by {sys.executable}: {error}; see docs/vllm.md") from error
     except Exception as error:  # vLLM's errors have no common class
-        if str(error).startswith(TRANSIENT):
+        cause = getattr(error, "cause", error)  # Ray's errors quote the traceback of the actor
+        if str(cause).startswith(TRANSIENT):
             raise
         log.debug("vLLM did not start", exc_info=True)
-        raise StartError(f"vLLM cannot serve {options.model}: {type(error).__name__}: {error}") from error
+        raise StartError(f"vLLM cannot serve {options.model}: {type(cause).__name__}: {cause}") from error
+
+
+def start_vllm(arguments: Mapping[str, Any]) -> VllmEngine:
+    """Its ranks are processes of this machine, or actors in the placement group of this replica."""
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from paceline.vllm.vllm_engine import VllmEngine
+
+    group = None
+    if arguments.get("distributed_executor_backend") == "ray":
+        from paceline.ray_pool.placement import join_placement_group
+
+        group = join_placement_group()
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config.parallel_config.placement_group = group
+    engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    engine.engine_core.engine_core.model_executor.register_failure_callback(end_without_rank)
+    return VllmEngine(engine)
+
+
+def end_without_rank() -> None:
+    """End at once, even in the middle of a step that waits for the rank."""
+    log.critical("a rank of vLLM is gone: the target ends as a whole")
+    os._exit(FAILED)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """On Ray at once, which ends the ranks: vLLM's own way would take longer than the service waits."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 def set_environment(options: argparse.Namespace) -> None:
@@ -80,6 +111,7 @@ def set_environment(options: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ.setdefault("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
     if options.engine_config.cpus is not None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cpu_binding(options.engine_config.cpus))
         os.environ.setdefault("OMP_NUM_THREADS", str(options.engine_config.threads))
@@ -102,4 +134,4 @@ def visible_device(number: int, visible: str | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_model_process("target", serve_vllm))
+    leave(run_model_process("target", serve_vllm))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.process_tree import process_and_descendants
-from paceline.model.parallel.host_port import HostPort
+from paceline.host_port import HostPort
 from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.ranks import free_address
@@ -158,7 +158,7 @@ async def test_ranks_spread_over_a_cluster_that_runs(tmp_path: Path, folder: str
     ):
         async with pool(folder, *options, ray=address) as running:
             assert len(await tokens_at((await running.wait_for(READY))["address"])) == 20
-            commands = ["\n".join(map(_command, process_and_descendants(at.process.pid))) for at in (head, other)]
+            commands = ["\n".join(map(command_of, process_and_descendants(at.process.pid))) for at in (head, other)]
             ranks = [[each for each in KINDS if each in found] for found in commands]
             assert sorted(ranks) == sorted([kind] for kind in KINDS)
             await running.stop()
@@ -183,11 +183,11 @@ async def tokens_at(address: str) -> list[int]:
 
 def only(kind: str, root: int) -> int:
     """The only process of this kind among a process and its descendants."""
-    [found] = [pid for pid in process_and_descendants(root) if kind in _command(pid)]
+    [found] = [pid for pid in process_and_descendants(root) if kind in command_of(pid)]
     return found
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:  # it ended meanwhile

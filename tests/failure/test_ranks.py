@@ -20,10 +20,10 @@ from torch import Tensor
 
 from paceline.cli.process_tree import process_and_descendants
 from paceline.config import EngineConfig
+from paceline.host_port import HostPort
 from paceline.launcher import FAILED, StartError
 from paceline.model.loading import load, load_shard
 from paceline.model.parallel import rendezvous
-from paceline.model.parallel.host_port import HostPort
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.parallel.rendezvous import RankConfig, create_rank_group, join_rank_group
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.config import EngineConfig
+from paceline.host_port import HostPort
 from paceline.model.loading import load, load_shard
 from paceline.model.parallel import rendezvous
-from paceline.model.parallel.host_port import HostPort
 from paceline.model.parallel.rendezvous import RankGroup, join_rank_group
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 from paceline.model.tensor_parallel_model import TensorParallelModel, run_rank

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from paceline.model.parallel.host_port import HostPort
+from paceline.host_port import HostPort
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:port", "host:0", "host:65536"])

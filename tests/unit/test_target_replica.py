@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
@@ -11,15 +12,17 @@ from typing import Any
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.config.vllm_options import VllmOptions
+from paceline.host_port import HostPort
 from paceline.launcher import COULD_NOT_START, Backoff, StartError
-from paceline.model.parallel.host_port import HostPort
 from paceline.ray_pool import target_replica as replicas
 from paceline.ray_pool.target_replica import ReplicaSpec, TargetReplica
 from paceline_services.target.__main__ import parse_options as target_options
-from paceline_services.target.ray_replicas import keep_running, parse_pool_options, replica_ranks
+from paceline_services.target.ray_replicas import keep_running, parse_pool_options, replica_spec
 from tests.helpers.workers import until
 
 PATIENCE_S = 10.0
+CPU = {"CPU": 1.0}
 
 
 @dataclass
@@ -62,7 +65,7 @@ class FakeCluster:
     removed: list[object] = field(default_factory=list)
 
     def replica(self, size: int) -> TargetReplica:
-        return TargetReplica("replica 1", ReplicaSpec(size, {"CPU": 1.0}, "pack", lambda _: nullcontext(()), 1.0))
+        return TargetReplica("replica 1", ReplicaSpec(size, CPU, "pack", size, CPU, lambda _: nullcontext(()), 1.0))
 
 
 @pytest.fixture
@@ -160,7 +163,7 @@ def test_replicas_on_one_node_have_ports_of_their_own(
 ) -> None:
     """And metrics ports only if one is given. The port of a rank that has ended is free again."""
     options, rest = parse_pool_options(["--ray", "local", "--model", "table:64", *given])
-    ranks = replica_ranks(options, rest)
+    ranks = replica_spec(options, rest)
     with ranks.rank_zero_command(HostPort("a", 1)) as first, ExitStack() as stack:
         with ranks.rank_zero_command(HostPort("a", 1)) as second:
             pass
@@ -171,15 +174,45 @@ def test_replicas_on_one_node_have_ports_of_their_own(
     assert [each.metrics_port for each in parsed] == metrics_ports
 
 
-@pytest.mark.parametrize(("device", "bundle"), [("cpu", {"CPU": 6.0}), ("cuda", {"CPU": 6.0, "GPU": 2.0})])
-def test_vllm_gets_the_resources_of_its_ranks_and_starts_them(device: str, bundle: dict[str, float]) -> None:
-    engine = EngineConfig(threads=3, device=device).model_dump_json()
-    given = ["--model", "m", "--engine", "vllm", "--engine-config", engine]
-    ranks = replica_ranks(*parse_pool_options(["--ray", "local", "--tensor-parallel-size", "2", *given]))
-    assert (ranks.size, ranks.bundle) == (1, bundle)
-    with ranks.rank_zero_command(HostPort("a", 1)) as command:
-        parsed = target_options(command[2:])
-    assert (parsed.engine_config.tensor_parallel_size, parsed.engine_config.rendezvous) == (2, None)
+def vllm_spec(device: str = "cuda", tensor: int = 2, **arguments: Any) -> tuple[ReplicaSpec, argparse.Namespace]:
+    """A replica with vLLM, and the options of its process."""
+    given = ["--engine-config", EngineConfig(threads=3, device=device).model_dump_json()]
+    given += ["--vllm-options", VllmOptions(engine_args=arguments).model_dump_json()]
+    parsed = parse_pool_options(
+        ["--ray", "local", "--tensor-parallel-size", str(tensor), "--model", "m", "--engine", "vllm", *given]
+    )
+    spec = replica_spec(*parsed)
+    with spec.rank_zero_command(HostPort("a", 1)) as command:
+        options = target_options(command[2:])
+    assert (options.engine_config.tensor_parallel_size, options.engine_config.rendezvous) == (tensor, None)
+    assert options.vllm_options.engine_args.items() >= arguments.items()
+    assert spec.processes == 1
+    return spec, options
+
+
+@pytest.mark.parametrize(("stages", "bundles"), [(1, 2), (3, 6)])
+def test_vllm_places_its_ranks_in_the_bundles(stages: int, bundles: int) -> None:
+    """The process that drives them has the threads of the first bundle, and leaves the device to the first rank."""
+    spec, options = vllm_spec(pipeline_parallel_size=stages)
+    assert (spec.bundles, spec.bundle, spec.process) == (bundles, {"CPU": 3.0, "GPU": 1.0}, {"CPU": 3.0})
+    assert options.vllm_options.executor == "ray"
+
+
+@pytest.mark.parametrize(
+    ("given", "bundle"),
+    [
+        ({"device": "cpu"}, {"CPU": 6.0}),
+        ({"device": "cpu", "pipeline_parallel_size": 2}, {"CPU": 12.0}),
+        ({"tensor": 1}, {"CPU": 3.0, "GPU": 1.0}),
+        ({"distributed_executor_backend": "mp"}, {"CPU": 6.0, "GPU": 2.0}),
+    ],
+)
+def test_without_the_ray_executor_the_ranks_of_vllm_share_a_bundle(
+    given: dict[str, Any], bundle: dict[str, float]
+) -> None:
+    spec, options = vllm_spec(**given)
+    assert (spec.bundles, spec.bundle, spec.process) == (1, bundle, bundle)
+    assert options.vllm_options.executor != "ray"
 
 
 @pytest.mark.parametrize("option", ["--worker-id", "--worker", "--advertise", "--host", "--ho"])

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from paceline.host_port import HostPort
 from paceline.launcher import FAILED
-from paceline.model.parallel.host_port import HostPort
 
 log = logging.getLogger(__name__)
 
