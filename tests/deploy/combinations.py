@@ -60,7 +60,7 @@ CHOICES: dict[str, dict[str, Values]] = {
     "monitoring": {"off": {}, "on": MONITORING},
 }
 """Values by topic and choice."""
-REFUSED = {"engine": "vllm", "ray": "on"}
+REFUSED = {"machines": "cpu", "engine": "vllm", "ray": "on"}
 """Choices that the chart refuses together."""
 
 

@@ -206,9 +206,9 @@ def test_selectors_find_their_pods_alone_and_scaled_objects_have_no_replicas_of_
         ({}, {"draft": {"env": {"OMP_NUM_THREADS": 4}}}, "/draft/env/OMP_NUM_THREADS"),
         (ON_CPUS, {"gateway": {"env": {"POD_NAME": "mine"}}}, "gateway.env: the chart itself sets POD_NAME"),
         (
-            ON_CPUS,
+            {},
             merged(*(CHOICES[what][choice] for what, choice in REFUSED.items())),
-            "target.vllm.enabled: the chart does not run vLLM over several pods yet",
+            "target.ray.ranksPerPod: on CPUs, vLLM's ranks are in one pod: 2",
         ),
         (ON_CPUS, {"redis": {"enabled": False}}, "redis.external.urlSecret.name"),
         (ON_CPUS, {"target": {"tlsSecret": "target"}}, "tlsSecret"),
@@ -299,8 +299,10 @@ def test_vllm_in_the_only_python_of_an_image() -> None:
 
 def test_the_documented_target_with_vllm_is_valid() -> None:
     text = (CHART.parent / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    drawn = render(merged(yaml.safe_load(example), {"target": {"vllm": {"python": sys.executable}}}))
+    example, over_pods = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    here = {"target": {"vllm": {"python": sys.executable}}}
+    assert ranks_group(render(merged(GPU, over_pods, here)))["replicas"] == 4
+    drawn = render(merged(example, here))
     assert sum(map(check, drawn)) == len(KINDS)
     size = vllm_arguments(drawn)["tensor_parallel_size"]
     assert container(drawn, "target")["resources"]["limits"]["nvidia.com/gpu"] == str(size)
@@ -418,10 +420,22 @@ def test_a_pool_on_ray_has_a_pod_for_every_rank_or_for_several(ranks: int, ranks
 def test_a_pod_offers_ray_the_resources_of_its_ranks(device: str, threads: int) -> None:
     """For Ray, a pod without a limit has all processors of its machine: every rank would be in the first pod."""
     drawn = on_ray(8, 4, engine={"device": device, "threads": threads})
-    bundle = ray_replicas.replica_ranks(*ray_replicas.parse_pool_options(pods.pool_arguments(ray_head(drawn)))).bundle
+    bundle = ray_replicas.replica_spec(*ray_replicas.parse_pool_options(pods.pool_arguments(ray_head(drawn)))).bundle
     offered = ranks_group(drawn)["rayStartParams"]
     assert float(offered["num-cpus"]) == 4 * bundle["CPU"]
     assert float(offered["num-gpus"]) == 4 * bundle.get("GPU", 0)
+
+
+def test_vllm_on_ray_has_a_bundle_for_each_of_its_ranks() -> None:
+    vllm = {**VLLM, "engineArgs": {"pipeline_parallel_size": 2}}
+    drawn = on_ray(4, 2, vllm=vllm)
+    group, head = ranks_group(drawn), ray_head(drawn)
+    spec = ray_replicas.replica_spec(*ray_replicas.parse_pool_options(pods.pool_arguments(head)))
+    assert (spec.bundles, spec.processes) == (8, 1)
+    assert group["replicas"] == 2 * spec.bundles / 2
+    assert {each["image"] for each in (head, *group["template"]["spec"]["containers"])} == {
+        container(chart("engine=vllm"), "target")["image"]
+    }
 
 
 def test_pods_on_ray_are_packed_or_spread() -> None:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
@@ -101,9 +101,11 @@ def test_a_target_s_service_and_vllm_have_environments_of_their_own() -> None:
     theirs = values_file("values.yaml")["target"]["vllm"]["python"]
     assert f"{theirs} -m venv /opt/paceline" in commands, "which has none of vLLM's packages"
     installed = {each.partition(" -m pip install ")[2] for each in commands if f"{theirs} -m pip install " in each}
-    assert [*map(str.split, installed)] == [
-        ["--no-deps", "--constraint", "/wheel/gateway.txt", "/wheel/*.whl", "redis", "grpcio", "protobuf"]
+    assert sorted(map(str.split, installed)) == [
+        ['"${RAY}"'],
+        ["--no-deps", "--constraint", "/wheel/gateway.txt", "/wheel/*.whl", "redis", "grpcio", "protobuf"],
     ], "vLLM's other versions stay"
+    assert '/opt/paceline/bin/pip install "${RAY}"' in commands, "one cluster takes one version"
     assert "/opt/paceline/bin/pip install --requirement /wheel/gateway.txt" in commands
     assert "TORCH" not in installs("target-vllm")
     assert ("COPY", "--from=build-wheel /wheel /wheel") in STAGES["target-vllm"]
@@ -112,6 +114,7 @@ def test_a_target_s_service_and_vllm_have_environments_of_their_own() -> None:
 def test_a_login_shell_finds_ray() -> None:
     """Its PATH is that of Debian's profile. A virtual environment's script runs from any folder."""
     assert ("COPY", "--from=build-worker /opt/paceline/bin/ray /usr/local/bin/") in STAGES["target"]
+    assert "ln -s /opt/paceline/bin/ray /usr/local/bin/" in installs("target-vllm")
     assert distribution("ray").entry_points.select(group="console_scripts", name="ray")
 
 
@@ -180,7 +183,17 @@ def test_a_service_without_torch_runs_with_its_image_s_packages(modules: str) ->
     has = {*closure(), "paceline"}
     foreign = {module for module, names in packages_distributions().items() if not {*map(canonical, names)} & has}
     assert foreign > {"torch", "transformers", "ray"}
-    code = f"import sys; sys.modules.update(dict.fromkeys(sys.argv[1].split(',')));import paceline.cli, {modules}"
-    command = [sys.executable, "-c", code, ",".join(foreign)]
+    import_without(foreign, f"paceline.cli, {modules}")
+
+
+def test_replicas_on_ray_run_without_torch() -> None:
+    """The image for vLLM has Ray beside the packages of a gateway."""
+    import_without({"torch", "transformers"}, "paceline_services.target.ray_replicas, paceline.ray_pool.rank_actor")
+
+
+def import_without(packages: Iterable[str], modules: str) -> None:
+    """Import modules in a process that lacks these packages."""
+    code = f"import sys; sys.modules.update(dict.fromkeys(sys.argv[1].split(',')));import {modules}"
+    command = [sys.executable, "-c", code, ",".join(packages)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -38,9 +38,6 @@
 
 {{/* Checks of a target with vLLM. Takes the target's values. The keys are those of paceline.vllm.engine_arguments. */}}
 {{- define "paceline.vllmChecks" -}}
-{{- if .ray.enabled }}
-{{- fail "target.vllm.enabled: the chart does not run vLLM over several pods yet (its distributed_executor_backend); set target.ray.enabled to false" }}
-{{- end }}
 {{- $allowed := list "cpus" "device" "dtype" "enable_prefix_caching" "max_model_len" "max_num_batched_rows" "max_num_seqs" "tensor_parallel_size" "threads" "trust_remote_code" }}
 {{- range $key := keys .engine | sortAlpha }}
 {{- if not (has $key $allowed) }}
@@ -52,8 +49,13 @@
 {{/* Checks of a target on Ray. Takes the target's values. */}}
 {{- define "paceline.rayChecks" -}}
 {{- $ranks := int .ray.ranksPerPod }}
-{{- if mod .ray.tensorParallelSize $ranks }}
-{{- fail (printf "target.ray.ranksPerPod: %d does not divide target.ray.tensorParallelSize, %v" $ranks .ray.tensorParallelSize) }}
+{{- $all := int (include "paceline.rayRanks" .) }}
+{{- if mod $all $ranks }}
+{{- fail (printf "target.ray.ranksPerPod: %d does not divide the number of ranks of a replica, %d" $ranks $all) }}
+{{- end }}
+{{- $onCpus := not (hasPrefix "cuda" (get .engine "device" | default "cpu")) }}
+{{- if and .vllm.enabled $onCpus (ne $ranks $all) }}
+{{- fail (printf "target.ray.ranksPerPod: on CPUs, vLLM's ranks are in one pod: %d" $all) }}
 {{- end }}
 {{- range $resource, $count := .resources.limits }}
 {{- if and (hasSuffix "gpu" $resource) $count (ne (int $count) $ranks) }}

@@ -15,9 +15,15 @@ readinessProbe:
   timeoutSeconds: 5
 {{- end -}}
 
+{{/* Number of ranks of a replica. Takes the target's values. */}}
+{{- define "paceline.rayRanks" -}}
+{{- $stages := .vllm.enabled | ternary (get .vllm.engineArgs "pipeline_parallel_size" | default 1) 1 -}}
+{{- mul .ray.tensorParallelSize $stages -}}
+{{- end -}}
+
 {{/* Number of pods with ranks. */}}
 {{- define "paceline.rayPods" -}}
-{{- with .Values.target }}{{ div (mul .replicas .ray.tensorParallelSize) .ray.ranksPerPod }}{{ end -}}
+{{- with .Values.target }}{{ div (mul .replicas (include "paceline.rayRanks" .)) .ray.ranksPerPod }}{{ end -}}
 {{- end -}}
 
 {{/* Resources that a pod offers Ray: exactly those that `paceline_services.target.ray_replicas` requests for the pod's
