@@ -29,10 +29,15 @@ Capture: TypeAlias = Callable[[Callable[[], Outputs]], tuple[Callable[[], None],
 class CudaCapture:
     """Captures CUDA graphs that share their temporary memory: only one of them may run at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        with torch.cuda.device(self._device):
+            return self._capture(run)
+
+    def _capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         warm_up = torch.cuda.Stream()
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):  # libraries allocate at their first call, which a graph must not record
@@ -47,6 +52,7 @@ class CudaCapture:
 class PassGraphs:
     """The graphs of one network."""
 
+    @torch.inference_mode()
     def __init__(
         self,
         forward: Callable[[FlashPass], Outputs],
@@ -65,6 +71,7 @@ class PassGraphs:
             this.load(self._start([], size))
             self._graphs[size] = capture(partial(forward, this))
 
+    @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> Outputs | None:
         """The outputs of a pass, valid until the next one; None if it has too many rows."""
         size = next((size for size in GRAPH_ROWS if size >= len(rows)), None)

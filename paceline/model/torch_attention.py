@@ -37,4 +37,4 @@ class TorchAttention:
         shapes of torch's attention change with every pass."""
         if self._flash is None or os.environ.get("PACELINE_CUDA_GRAPHS") == "0":
             return None
-        return PassGraphs(forward, self.cache, self._flash, longest, windows, CudaCapture())
+        return PassGraphs(forward, self.cache, self._flash, longest, windows, CudaCapture(self.cache.device))

@@ -104,4 +104,4 @@ def capture(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
 def use_stand_ins(patch: pytest.MonkeyPatch) -> None:
     """For models that are made meanwhile."""
     patch.setattr(flash_attention, "find_flash_attention", lambda *_: flash_attn_with_kvcache)
-    patch.setattr(torch_attention, "CudaCapture", lambda: capture)
+    patch.setattr(torch_attention, "CudaCapture", lambda device: capture)
