@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from paceline.model.rows import device_integers
 
 MAX_HIDDEN_STATES_SENT = 256
 """Most positions of one request whose hidden states a step sends: as many as a step computes, by default."""
@@ -30,10 +31,10 @@ class HiddenStates:
         """Store `states` [rows, layers, hidden size] by the rows' slots."""
         if self._states is None:
             self._states = states.new_empty(self._slots + 1, *states.shape[1:])
-        self._states.index_copy_(0, torch.tensor(slots, device=states.device), states)
+        self._states.index_copy_(0, device_integers(slots, states.device), states)
 
     def gather(self, slots: Sequence[int]) -> Tensor:
         """A copy [slots, layers, hidden size]. Raises LookupError if no states were stored yet."""
         if self._states is None:
             raise LookupError("no hidden states were stored yet")
-        return self._states.index_select(0, torch.tensor(slots, device=self._states.device))
+        return self._states.index_select(0, device_integers(slots, self._states.device))

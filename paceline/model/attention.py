@@ -91,6 +91,8 @@ class KVCache:
         self.heads = heads
         shape = (layers, slots + SPARE_SLOTS, 2 * heads.kv_heads, width or heads.head_size)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.attention_name = ""
+        """What attends to it, if that is neither native code nor torch's operators."""
 
     @staticmethod
     def bytes_per_slot(layers: int, heads: Heads, dtype: torch.dtype, width: int | None = None) -> int:

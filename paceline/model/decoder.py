@@ -23,15 +23,15 @@ from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_network import NativeNetwork
 from paceline.model.network_factory import Network, make_attention, make_network
 from paceline.model.row_invariant_linear import use_chunked_linear
-from paceline.model.rows import GROUP, Row, SlotTable
+from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
 
 if TYPE_CHECKING:  # a model of one process does not load it
     from paceline.model.parallel.sharding import Sharding
 
 LLAMA_KIND = frozenset({"llama", "mimo", "mistral", "qwen2", "qwen3"})
 """`config.model_type` of architectures whose layers are Llama's, with options that `DecoderLayerWeights` has."""
-CHECKED_TOKENS = 24
-"""Length of the sequence that a loaded model is compared with transformers on."""
+CHECKED_TOKENS = TILE + GROUP
+"""Length of the sequence that a loaded model is compared with transformers on: its last rows have a prefix."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest difference from transformers' logits, relative to the largest logit. Transformers' own bf16 logits are off by
 several hundredths; a mistake shows as whole units."""
@@ -221,18 +221,26 @@ def layer_of(layer: Any) -> DecoderLayerWeights:
 
 
 def check_against_transformers(run: RunLogits, tokens: Sequence[int], expected: Tensor, dtype: torch.dtype) -> None:
-    """Raises ValueError unless `run` gives the expected logits [n, vocabulary]: with all tokens in one pass, and with
-    the second half of them as guesses in a pass with another request. Uses slots 1 to 3n."""
+    """Raises ValueError unless `run` gives the expected logits [n, vocabulary]: with all tokens in one pass, with the
+    last few as guesses in a pass of their own, and with the second half as guesses in a pass with another request. Uses
+    slots 1 to 3n."""
     half = len(tokens) // 2
     slots = iter(range(1, 3 * len(tokens) + 1))
     whole, start, other = (SlotTable(itertools.islice(slots, n)) for n in (len(tokens), half, len(tokens)))
     logits = run([whole.row(token, i) for i, token in enumerate(tokens)], range(len(tokens)))
+    last = min(GROUP, half)
+    before, after = SlotTable(whole.slots[:-last]), whole.slots[-last:]
+    alone = run([before.branch_row(token, after[: i + 1]) for i, token in enumerate(tokens[-last:])], range(last))
     run([start.row(token, i) for i, token in enumerate(tokens[:half])], [])
     branch = list(itertools.islice(slots, len(tokens) - half))
     guesses = [start.branch_row(token, branch[: i + 1]) for i, token in enumerate(tokens[half:])]
     others = [other.row(token, i) for i, token in enumerate(tokens[::-1])]
     guessed = run([*others[:half], *guesses, *others[half:]], range(half, half + len(guesses)))
-    for pass_name, ours, theirs in (("", logits, expected), (" beside another request", guessed, expected[half:])):
+    for pass_name, ours, theirs in (
+        ("", logits, expected),
+        (" beside another request", guessed, expected[half:]),
+        (" of guesses alone", alone, expected[-last:]),
+    ):
         errors = (ours.float() - theirs).abs().amax(-1) / theirs.abs().max()
         # Rounding in 16 bits may choose other experts for a few rows; a mistake still shows in most rows.
         off = float(errors.max() if dtype == torch.float32 else errors.median())
@@ -243,7 +251,7 @@ def check_against_transformers(run: RunLogits, tokens: Sequence[int], expected: 
 def padded_row_indices(wanted: Sequence[int], device: torch.device) -> Tensor:
     """The wanted rows, padded with row 0 to a multiple of GROUP, at least one group: int64."""
     padding = -len(wanted) % GROUP if wanted else GROUP
-    return torch.tensor([*wanted, *[0] * padding], device=device)
+    return device_integers([*wanted, *[0] * padding], device)
 
 
 def _checked_tokens(network: Any, positions: int, slots: int) -> list[int]:

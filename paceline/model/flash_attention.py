@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -24,23 +25,42 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.model.attention import AttentionOptions, Heads, KVCache, apply_sinks, merge_parts
-from paceline.model.rows import EMPTY_PREFIX, GROUP, NULL_SLOT, TILE, Prefix, Row, device_integers
+from paceline.model.rows import EMPTY_PREFIX, GROUP, NULL_SLOT, TILE, Prefix, Row, SlotTable, device_integers
+
+log = logging.getLogger(__name__)
 
 MODULE = "flash_attn_interface"
 LARGEST_HEAD = 256
+HOPPER = 9
+"""Compute capability of the GPUs that flash-attn 3 is made for."""
 FlashAttention = Callable[..., Any]
 """`flash_attn_with_kvcache` of flash-attn 3."""
 
 
 def find_flash_attention(heads: Heads, dtype: torch.dtype, device: torch.device) -> FlashAttention | None:
-    """None if flash-attn 3 is not installed, or does not compute with these heads."""
+    """None if flash-attn 3 is not installed, is not made for this GPU, or does not compute with these heads."""
     fits = heads.head_size % 8 == 0 and heads.head_size <= LARGEST_HEAD
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not fits:
         return None
-    if importlib.util.find_spec(MODULE) is None:
+    # Its kernels for Hopper end the process on other GPUs.
+    if importlib.util.find_spec(MODULE) is None or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return None
-    kernel: FlashAttention = importlib.import_module(MODULE).flash_attn_with_kvcache
+    try:
+        kernel: FlashAttention = importlib.import_module(MODULE).flash_attn_with_kvcache
+        attend_once(kernel, heads, dtype, device)
+    except (ImportError, OSError, RuntimeError) as error:  # another torch, or a build without what is needed here
+        log.warning("flash-attn is left out: %s", error)
+        return None
     return kernel
+
+
+@torch.inference_mode()
+def attend_once(kernel: FlashAttention, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
+    """One row that attends to itself. Raises RuntimeError if the kernel cannot."""
+    cache = KVCache(1, 1, heads, dtype, device)
+    key = torch.zeros(GROUP, heads.kv_heads, heads.head_size, dtype=dtype, device=device)
+    query = key.repeat_interleave(heads.queries_per_kv, 1)
+    FlashPass.of(cache, kernel, [SlotTable([1]).row(0, 0)]).attend(query, key, key, 0, AttentionOptions(1.0))
 
 
 @dataclass(frozen=True, slots=True)

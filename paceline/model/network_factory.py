@@ -71,20 +71,38 @@ def _native_or_torch(
     make_cache = partial(KVCache, layers, slots, heads, like.dtype, like.device)
     check = check or (lambda _: None)
     if like.device.type == "cpu" and like.dtype in DTYPES:
+        made = _native(name, native, check, lambda: make_cache(head_width(heads)))
+        if made is not None:
+            return made
+    attention = TorchAttention.best(make_cache())
+    while True:
         try:
-            cache = make_cache(head_width(heads))
-            made = native(cache)
-            check(made)
-        except (NativeUnavailableError, ValueError) as error:
-            log_once(f"no native {name}, torch computes: {error}")
+            by = by_torch(attention)
+            check(by)
+        except (RuntimeError, ValueError) as error:
+            simpler = attention.simpler()
+            if simpler is None:
+                raise
+            log_once(f"{name} without {attention.name}: {error}")
+            attention = simpler
         else:
-            log_once(f"native {name}: {native_description()}")
-            return made, cache
-    attention = TorchAttention(make_cache())
-    made_by_torch = by_torch(attention)
-    check(made_by_torch)
-    log_once(f"{name}: {attention.name}")
-    return made_by_torch, attention.cache
+            attention.cache.attention_name = attention.name
+            return by, attention.cache
+
+
+def _native(
+    name: str, native: Callable[[KVCache], N], check: Callable[[N], None], make_cache: Callable[[], KVCache]
+) -> tuple[N, KVCache] | None:
+    """None, and nothing is kept, if it cannot be made or computes something wrong."""
+    try:
+        cache = make_cache()
+        made = native(cache)
+        check(made)
+    except (NativeUnavailableError, ValueError) as error:
+        log_once(f"no native {name}, torch computes: {error}")
+        return None
+    log_once(f"native {name}: {native_description()}")
+    return made, cache
 
 
 _logged: set[str] = set()

@@ -33,6 +33,8 @@ def numerics_of(model: TransformersModel, config: Any) -> str:
     path = f"native {native_description()}" if model.native else "torch operators"
     if model.has_native_attention and not model.native:
         path += f", native attention {native_description()}"
+    if model.cache.attention_name:
+        path += f", {model.cache.attention_name}"
     if device.type == "cpu" and not model.native:
         settings = [f"threads={torch.get_num_threads()}"]
         settings += [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]

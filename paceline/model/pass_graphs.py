@@ -31,6 +31,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)  # libraries keep memory for each stream, so all captures share one
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
@@ -38,13 +39,12 @@ class CudaCapture:
             return self._capture(run)
 
     def _capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        warm_up = torch.cuda.Stream()
-        warm_up.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm_up):  # libraries allocate at their first call, which a graph must not record
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # libraries allocate at their first call, which a graph must not record
             run()
-        torch.cuda.current_stream().wait_stream(warm_up)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = run()
         return graph.replay, outputs
 

@@ -22,6 +22,8 @@ from paceline.launcher import StartError
 from paceline.model.flash_attention import MODULE
 
 LAST_LINES = 20
+LONGEST_S = 3600.0
+"""A step that takes longer is killed."""
 WAYS: Mapping[str, Mapping[str, str]] = {
     "graphs": {},
     "flash-attn": {"PACELINE_CUDA_GRAPHS": "0"},
@@ -46,8 +48,7 @@ def steps(device: str) -> dict[str, tuple[list[str], Mapping[str, str]]]:
 
 def run(console: Console, device: str) -> dict[str, Any]:
     """Run all steps; return the JSON document. Raises `StartError` if there is no such device."""
-    name = _device_name(device)
-    done = {}
+    name, done = _device_name(device), {}
     for title, (command, environment) in steps(device).items():
         with console.status(title):
             done[title] = _run(command, environment)
@@ -61,27 +62,35 @@ def run(console: Console, device: str) -> dict[str, Any]:
 
 
 def _device_name(device: str) -> str:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise StartError(f"device {device}: {error}") from error
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    """In a process of its own, so that this one holds no memory of the device."""
+    asked = f"import torch; print(torch.empty(0, device={device!r}).device, torch.cuda.get_device_name({device!r}))"
+    if not device.startswith("cuda"):
+        return device
+    ended = _run([sys.executable, "-c", asked], {})
+    last = (ended["last_lines"] or [""])[-1]
+    if ended["exit_code"] != 0:
+        raise StartError(f"device {device}: {last}")
+    return str(last)
 
 
 def _run(command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
     start = time.perf_counter()
-    ended = subprocess.run(
+    with subprocess.Popen(
         command,
-        check=False,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    )
-    lines = ended.stdout.splitlines()
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+    lines = output.splitlines()
     return {
-        "exit_code": ended.returncode,
+        "exit_code": process.returncode,
         "seconds": round(time.perf_counter() - start, 1),
         "result": _json(lines[-1]) if lines else None,
         "last_lines": lines[-LAST_LINES:],

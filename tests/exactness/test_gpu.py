@@ -25,16 +25,21 @@ pytestmark = [
 TARGET, DRAFT = family.NAMES
 GPU = "cuda:0"
 ENGINE = {"device": GPU, "slots": 4096}
-WAYS = ("flash-attn", "torch")
+WAYS: dict[str, dict[str, str]] = {
+    "graphs": {},
+    "flash-attn": {"PACELINE_CUDA_GRAPHS": "0"},
+    "torch": {"PACELINE_FLASH_ATTENTION": "0"},
+}
+"""Their environment variables."""
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With and without flash-attn."""
-    if request.param == "flash-attn":
+    """With CUDA graphs, with flash-attn alone, and without both."""
+    if request.param != "torch":
         needs_flash_attention()
-    else:
-        monkeypatch.setenv("PACELINE_FLASH_ATTENTION", "0")
+    for name, value in WAYS[request.param].items():
+        monkeypatch.setenv(name, value)
     return str(request.param)
 
 
@@ -52,17 +57,18 @@ def rows_of(start: int, count: int, first_slot: int) -> list[Row]:
     return [table.row((7 * n + 3) % 500, n) for n in range(start, start + count)]
 
 
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("options", [AttentionOptions(0.1), AttentionOptions(0.1, 40), AttentionOptions(0.1, 0, 5.0)])
-def test_flash_attention_attends_as_torch_does(options: AttentionOptions) -> None:
+def test_flash_attention_attends_as_torch_does(options: AttentionOptions, size: int) -> None:
     needs_flash_attention()
-    heads, device, dtype = Heads(2, 4, 64), torch.device(GPU), torch.bfloat16
+    heads, device, dtype = Heads(2, 4, size), torch.device(GPU), torch.bfloat16
     cache = KVCache(1, 1000, heads, dtype, device)
     cache.data.normal_(generator=torch.Generator(GPU).manual_seed(1))
     kernel = find_flash_attention(heads, dtype, device)
     assert kernel is not None
     trunk = SlotTable(range(1, 2 * TILE + 9))
     rows = [*rows_of(TILE + 3, 5, 400), *(trunk.branch_row(5, [300 + n]) for n in range(6))]
-    given = [torch.randn(16, n, 64, device=device, dtype=dtype) for n in (8, 2, 2)]
+    given = [torch.randn(16, n, size, device=device, dtype=dtype) for n in (8, 2, 2)]
     ours = FlashPass.of(cache, kernel, rows).attend(*given, 0, options)[: len(rows)]
     expected = TorchPass.of(cache, rows).attend(*given, 0, options)[: len(rows)]
     torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
@@ -85,7 +91,7 @@ def test_a_graph_computes_what_its_kernels_compute(monkeypatch: pytest.MonkeyPat
     graphs = model()
     monkeypatch.setenv("PACELINE_CUDA_GRAPHS", "0")
     kernels = model()
-    for count in (1, 8, 13, 40, 64):
+    for count in (1, 8, 13, 48, 64):  # which are padded alike with and without a graph
         for start in (0, 10, TILE - 1, 3 * TILE):
             outputs = []
             for each in (graphs, kernels):
@@ -95,7 +101,8 @@ def test_a_graph_computes_what_its_kernels_compute(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_pass_does_not_wait_for_the_gpu(way: str) -> None:
-    this, rows = model(), rows_of(0, 8, 1)
+    this, rows = model(), rows_of(2 * TILE, 8, 1)
+    this.run(rows_of(0, 2 * TILE, 1), [])
     this.run(rows, [0, 7])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -34,9 +34,14 @@ def flash_attn_with_kvcache(
     [total, heads, D] → [total, heads, D] and [heads, total]. Caches: [pages, page size, key-value heads, D]."""
     assert (num_splits, return_softmax_lse) == (1, True), "sums would depend on other rows"
     assert page_table.dtype == cache_seqlens.dtype == torch.int32
+    batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    assert len(page_table) == len(cache_seqlens) == batch
+    assert page_table.stride(-1) == 1
+    assert cache_seqlens.is_contiguous()
+    assert isinstance(softmax_scale, float)
     assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1
     if cu_seqlens_q is None:
-        batch, count = q.shape[:2]
+        count = q.shape[1]
         out, weight = _rows(q.flatten(0, 1), torch.arange(batch).repeat_interleave(count), k_cache, v_cache,
                             cache_seqlens, page_table, softmax_scale, softcap)  # fmt: skip
         return out.unflatten(0, (batch, count)), weight.unflatten(0, (batch, count)).transpose(1, 2)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
 import torch
 
+from paceline.model import flash_attention
 from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, TorchPass
-from paceline.model.flash_attention import MODULE, FlashPass, find_flash_attention
+from paceline.model.decoder import layer_of
+from paceline.model.flash_attention import MODULE, FlashPass, attend_once, find_flash_attention
+from paceline.model.layer_weights import RotaryTables
+from paceline.model.native.native_library import NativeLibrary
+from paceline.model.network_factory import make_network
 from paceline.model.pass_graphs import GRAPH_ROWS, PassGraphs
 from paceline.model.rows import TILE, Row, SlotTable
 from paceline.model.torch_attention import TorchAttention
+from tests.exactness.test_rows import network
 from tests.helpers.flash_attention import capture, flash_attn_with_kvcache, use_stand_ins
 
 HEADS = Heads(2, 3, 16)
@@ -104,35 +112,107 @@ def test_rows_are_padded_to_the_next_graph(cache: KVCache) -> None:
     assert len(sizes) == len(GRAPH_ROWS), "a replay calls no Python"
 
 
-def test_flash_attention_is_taken_where_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, half = torch.device("cuda"), torch.bfloat16
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    if find_flash_attention(HEADS, half, cuda) is not None:
-        pytest.fail("this test is for machines without flash-attn")
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn beside an H100, whose kernel computes nothing here."""
     module = ModuleType(MODULE)
-    module.__spec__ = pytest.__spec__
+    module.__spec__ = ModuleSpec(MODULE, None)
     module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
-    assert find_flash_attention(HEADS, half, cuda) is flash_attn_with_kvcache
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_attention, "attend_once", lambda *_: None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_flash_attention_is_taken_where_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = torch.bfloat16
+    assert find_flash_attention(HEADS, half, CUDA) is flash_attn_with_kvcache
     for heads, dtype, device in (
         (HEADS, half, torch.device("cpu")),
-        (HEADS, torch.float32, cuda),
-        (Heads(2, 2, 264), half, cuda),
-        (Heads(2, 2, 36), half, cuda),
+        (HEADS, torch.float32, CUDA),
+        (Heads(2, 2, 264), half, CUDA),
+        (Heads(2, 2, 36), half, CUDA),
     ):
         assert find_flash_attention(heads, dtype, device) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert find_flash_attention(HEADS, half, CUDA) is None
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("error", [RuntimeError("no paged KV"), OSError("undefined symbol"), ImportError("no _C")])
+def test_a_build_that_fails_is_left_out(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(flash_attention, "attend_once", fails)
+    assert find_flash_attention(HEADS, torch.bfloat16, CUDA) is None
+    assert str(error) in caplog.text
+
+
+def test_flash_attention_that_is_not_installed_is_not_asked_for() -> None:
+    if importlib.util.find_spec(MODULE) is None:
+        assert find_flash_attention(HEADS, torch.bfloat16, CUDA) is None
+
+
+def test_the_first_call_of_a_kernel_is_one_that_passes_make() -> None:
+    attend_once(flash_attn_with_kvcache, HEADS, torch.float32, torch.device("cpu"))
 
 
 def test_variables_switch_it_off(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
     use_stand_ins(monkeypatch)
-    rows = [SlotTable([1]).row(7, 0)]
-    forward = lambda this: [this.tokens]  # noqa: E731
-    assert isinstance(TorchAttention(cache).start_pass(rows), FlashPass)
-    assert TorchAttention(cache).capture(forward, LONGEST, [0]) is not None
+    assert [each.name for each in ways(cache)] == [*WITH_GRAPHS, ""]
     monkeypatch.setenv("PACELINE_CUDA_GRAPHS", "0")
-    assert isinstance(TorchAttention(cache).start_pass(rows), FlashPass)
-    assert TorchAttention(cache).capture(forward, LONGEST, [0]) is None
+    assert [each.name for each in ways(cache)] == [WITH_GRAPHS[1], ""]
     monkeypatch.setenv("PACELINE_FLASH_ATTENTION", "0")
     monkeypatch.delenv("PACELINE_CUDA_GRAPHS")
-    assert isinstance(TorchAttention(cache).start_pass(rows), TorchPass)
-    assert TorchAttention(cache).capture(forward, LONGEST, [0]) is None
+    assert [each.name for each in ways(cache)] == [""]
+
+
+WITH_GRAPHS = [f"flash_attn_3 of an unknown version{graphs}" for graphs in (", CUDA graphs", "")]
+
+
+def ways(cache: KVCache) -> list[TorchAttention]:
+    """What is tried, one after another."""
+    found: list[TorchAttention] = []
+    attention: TorchAttention | None = TorchAttention.best(cache)
+    while attention is not None:
+        found.append(attention)
+        attention = attention.simpler()
+    rows = [SlotTable([1]).row(7, 0)]
+    for each in found:
+        assert isinstance(each.start_pass(rows), FlashPass if each.flash else TorchPass)
+        assert (each.capture(lambda this: [this.tokens], LONGEST, [0]) is not None) == each.graphs
+    return found
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2, 3])
+def test_what_computes_wrong_gives_way_to_what_is_simpler(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ways of a network compute something wrong. `broken` of three: if all do, the model is refused."""
+    use_stand_ins(monkeypatch)
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    monkeypatch.setattr(NativeLibrary, "_instance", None)
+    tried: list[object] = []
+
+    def check(network: object) -> None:
+        tried.append(network)
+        if len(tried) <= broken:
+            raise ValueError("its logits are off")
+
+    def make() -> KVCache:
+        made = network("llama", torch.float32)
+        layers = [layer_of(layer) for layer in made.base_model.layers]
+        rotary = RotaryTables(torch.ones(9, 16), torch.zeros(9, 16))
+        options = {"hidden": 128, "eps": 1e-5, "scale": 0.1, "embedding": made.base_model.embed_tokens.weight}
+        with torch.inference_mode():
+            return make_network(layers, Heads(2, 2, 32), 50, rotary, check, **options)[1]
+
+    if broken == 3:
+        with pytest.raises(ValueError, match="its logits are off"):
+            make()
+    else:
+        assert make().attention_name == [*WITH_GRAPHS, ""][broken]

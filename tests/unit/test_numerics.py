@@ -26,6 +26,7 @@ from paceline_services.target.__main__ import target_description, worker_record
 from paceline_services.target.engine_process import model_facts
 from tests.exactness.test_rows import network
 from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.flash_attention import use_stand_ins
 from tests.helpers.llamas import peaked_llama
 from tests.helpers.targets import FREE
 
@@ -73,6 +74,14 @@ def test_the_line_of_torch_s_operators_has_cpu_and_threads(folder: Path, monkeyp
 def test_the_line_has_native_attention_and_torch_s_operators() -> None:
     line = build(network("olmo2", torch.float32), "olmo2", CONFIG, "", []).numerics
     assert line.startswith(f"torch operators, native attention {native_description()}, threads=")
+
+
+def test_the_line_has_what_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    monkeypatch.setattr(NativeLibrary, "_instance", None)
+    use_stand_ins(monkeypatch)
+    line = build(network("llama", torch.float32), "llama", CONFIG, "", []).numerics
+    assert line.startswith("torch operators, flash_attn_3 of an unknown version, CUDA graphs, threads=")
 
 
 def test_the_line_has_the_quantisation_and_its_parameters() -> None:
