@@ -1,14 +1,19 @@
-"""The address of a rendezvous."""
+"""Addresses to listen at: of a rendezvous, and free ones."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import random
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 
 LOCALHOST = "localhost"
 """The only name that means the same on every machine."""
+LISTENING_PORTS = range(20_000, 32_000)
+"""Linux gives ports from 32768 on to outgoing connections, others from 49152 on."""
+PORT_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,24 @@ class HostPort:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", self.port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", self.port))
+
+
+def listen_at_free_port(host: str) -> socket.socket:
+    """Listen at `host`, at a port that the system gives to no outgoing connection. Raises OSError.
+
+    Such a connection could take the port between the choice and the start of the process that is to listen there,
+    which imports torch first.
+    """
+    for port in random.sample(LISTENING_PORTS, PORT_ATTEMPTS):
+        with suppress(OSError):
+            return HostPort(host, port).listen()
+    return HostPort(host, 0).listen()
+
+
+def free_address(host: str) -> HostPort:
+    """A free port of `host`, as `listen_at_free_port` chooses it. Raises OSError."""
+    with listen_at_free_port(host) as listener:
+        return HostPort(host, int(listener.getsockname()[1]))
 
 
 def _is_address(host: str) -> bool:

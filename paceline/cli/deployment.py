@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -25,6 +24,7 @@ from paceline.config import (
     SpeculativeConfig,
 )
 from paceline.config.vllm_options import VllmOptions
+from paceline.host_port import listen_at_free_port
 from paceline.launcher import StartError
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model, served_name
 from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
@@ -35,10 +35,6 @@ DRAIN_S = 30.0
 """How long running requests may go on after the gateway or a target is asked to stop."""
 GRACE_S = 5.0
 """How much longer a service may take to close its connections."""
-
-LISTENING_PORTS = range(20_000, 32_000)
-"""Linux gives ports from 32768 on to outgoing connections, others from 49152 on."""
-PORT_ATTEMPTS = 100
 
 TARGET, DRAFT = family.NAMES
 
@@ -256,23 +252,16 @@ def _check_name(option: str, name: str, formats: Iterable[str]) -> None:
 def free_ports(host: str, port: int, others: int) -> tuple[int, list[int]]:
     """`port` at `host`, or for 0 a free one; and `others` free ports on the loopback interface.
 
-    They are chosen below the ports that the system gives to outgoing connections: one of those could take a port
-    before its worker, which imports torch first, listens. All are held until the last is chosen. Raises `StartError`
-    if `port` is taken.
+    All are held until the last is chosen. Raises `StartError` if `port` is taken.
     """
     with ExitStack() as held:
 
         def listen(host: str, port: int) -> int:
-            return int(held.enter_context(socket.create_server((host, port))).getsockname()[1])
-
-        def free(host: str) -> int:
-            for candidate in random.sample(LISTENING_PORTS, PORT_ATTEMPTS):
-                with suppress(OSError):
-                    return listen(host, candidate)
-            return listen(host, 0)
+            listener = socket.create_server((host, port)) if port else listen_at_free_port(host)
+            return int(held.enter_context(listener).getsockname()[1])
 
         try:
-            return listen(host, port) if port else free(host), [free(LOOPBACK) for _ in range(others)]
+            return listen(host, port), [listen(LOOPBACK, 0) for _ in range(others)]
         except OSError as error:
             raise StartError(
                 f"cannot listen on {host}:{port} ({error.strerror}): choose another one with --port, or 0 for any"

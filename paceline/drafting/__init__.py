@@ -10,6 +10,7 @@
           CachedSpeculator           a KV cache, divided between links                     cached_speculator.py
             BestFirstSpeculator      draft_model: one token after another                  best_first.py
               HeadSpeculator         eagle, eagle3, mtp                                    heads/head_speculator.py
+              IntersectionSpeculator draft_model, drafts in another vocabulary             vocabulary
             ParallelSpeculator       dflash: several tokens per pass                       parallel_drafts.py
               MaskTokenSpeculator    pard, peagle                                          parallel_drafts.py
 

@@ -62,5 +62,5 @@ class TorchAttention:
         """CUDA graphs of `forward`, see `PassGraphs`; None without."""
         if self.flash is None or not self.graphs:
             return None
-        longest = min(longest, self.cache.padding_slot)
+        longest = min(longest, len(self.cache.data[0]))  # no path has more positions than there are slots
         return PassGraphs(forward, self.cache, self.flash, longest, windows, CudaCapture(self.cache.device))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import ray
 
-from paceline.host_port import HostPort
+from paceline.host_port import HostPort, free_address
 from paceline.launcher import die_with_parent
 from paceline.ray_pool.placement import placement_variables
 
@@ -24,9 +24,7 @@ class RankActor:
 
     async def rendezvous_address(self) -> HostPort:
         """This node's address, and a free port on it."""
-        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        with HostPort(address, 0).listen() as listener:
-            return HostPort(address, int(listener.getsockname()[1]))
+        return free_address(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
 
     async def run(self, arguments: Sequence[str]) -> int:
         """Run `python ...` on this node until it ends. Returns its exit code."""

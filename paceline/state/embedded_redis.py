@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from paceline.host_port import free_address
 from paceline.launcher import die_with_parent
 from paceline.state.state_errors import StateError
 
@@ -24,14 +24,14 @@ ATTEMPTS = 5
 
 
 class EmbeddedRedis:
-    """A Redis server on 127.0.0.1, on a port that the system chooses, that keeps nothing on disk.
+    """A Redis server on 127.0.0.1, on a free port, that keeps nothing on disk.
 
     It ends with `stop`, and on Linux with the thread that started it: start it from the main thread. Starting
     blocks for about a tenth of a second. `with EmbeddedRedis() as redis: ... redis.url`
     """
 
     def __init__(self, port: int | None = None) -> None:
-        """`port`: None lets the system choose at the first start."""
+        """`port`: None: a free one, chosen at the first start."""
         self._port = port
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -59,7 +59,7 @@ class EmbeddedRedis:
             self._launch(self._port)
             return
         for attempt in range(1, ATTEMPTS + 1):
-            port = _free_port()
+            port = free_address("127.0.0.1").port
             try:
                 self._launch(port)
             except StateError:  # another process took the port after it was found free
@@ -125,9 +125,3 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: IO[bytes
     log.seek(0)
     *_, last_line = log.read().decode(errors="replace").splitlines() or ["it wrote no log"]
     raise StateError(f"the embedded Redis did not start: {last_line}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -66,7 +66,8 @@ class TargetServiceServicer:
         worker that drains sets `draining` in its next frame, finishes running requests, and hands over later ones.
 
         INVALID_ARGUMENT: a frame violates the rules of its fields. UNAVAILABLE: the worker drains. RESOURCE_EXHAUSTED: the
-        gateway does not read the worker's frames. PERMISSION_DENIED: the caller's certificate names no gateway.
+        gateway does not read the worker's frames. PERMISSION_DENIED: the caller's certificate names no gateway. ABORTED: the
+        worker's engine has died, and any of the link's requests may be the cause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

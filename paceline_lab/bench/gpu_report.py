@@ -63,10 +63,9 @@ def run(console: Console, device: str) -> dict[str, Any]:
 
 def _device_name(device: str) -> str:
     """In a process of its own, so that this one holds no memory of the device."""
-    asked = f"import torch; print(torch.empty(0, device={device!r}).device, torch.cuda.get_device_name({device!r}))"
     if not device.startswith("cuda"):
         return device
-    ended = _run([sys.executable, "-c", asked], {})
+    ended = _run([sys.executable, "-c", f"import torch; print(torch.cuda.get_device_name({device!r}))"], {})
     last = (ended["last_lines"] or [""])[-1]
     if ended["exit_code"] != 0:
         raise StartError(f"device {device}: {last}")

@@ -1,7 +1,7 @@
 """Admission: limits on the completions that run and wait, and on the request bodies that arrive.
 
-An admitted request waits at its target for as long as it takes: it is never refused afterwards. So the limits are
-checked before a body is read, before its prompts are encoded, and once more when its completions begin.
+An admitted request waits at its target for as long as it takes. It is refused later only if no target is left. So the
+limits are checked before a body is read, before its prompts are encoded, and once more when its completions begin.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from paceline.model.loading import load
 from paceline.model.model import Model
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import TILE, Row, SlotTable
+from paceline_lab.bench.gpu_report import WAYS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,12 +26,6 @@ pytestmark = [
 TARGET, DRAFT = family.NAMES
 GPU = "cuda:0"
 ENGINE = {"device": GPU, "slots": 4096}
-WAYS: dict[str, dict[str, str]] = {
-    "graphs": {},
-    "flash-attn": {"PACELINE_CUDA_GRAPHS": "0"},
-    "torch": {"PACELINE_FLASH_ATTENTION": "0"},
-}
-"""Their environment variables."""
 
 
 @pytest.fixture(params=WAYS)

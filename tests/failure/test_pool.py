@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.process_tree import process_and_descendants
-from paceline.host_port import HostPort
+from paceline.host_port import HostPort, free_address
 from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.ranks import free_address
+from tests.helpers.ranks import LOOPBACK
 from tests.helpers.served import PACELINE
 from tests.helpers.targets import collect, generation_request, link_to
 
@@ -150,7 +150,7 @@ async def test_a_replica_that_dies_leaves_the_other_alone(folder: str) -> None:
 
 async def test_ranks_spread_over_a_cluster_that_runs(tmp_path: Path, folder: str) -> None:
     """Each of the two nodes has cores for both ranks."""
-    model, address = str(save_checkpoint(tmp_path)), str(free_address())
+    model, address = str(save_checkpoint(tmp_path)), str(free_address(LOOPBACK))
     options = ("--model", model, "--tensor-parallel-size", "2", "--placement", "spread")
     async with (
         node(folder, "--head", f"--port={HostPort.parse(address).port}", "--include-dashboard=false") as head,

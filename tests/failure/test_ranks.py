@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.cli.process_tree import process_and_descendants
 from paceline.config import EngineConfig
-from paceline.host_port import HostPort
+from paceline.host_port import HostPort, free_address
 from paceline.launcher import FAILED, StartError
 from paceline.model.loading import load, load_shard
 from paceline.model.parallel import rendezvous
@@ -30,7 +30,7 @@ from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 from paceline.model.rows import SlotTable
 from paceline_services.target.engine_process import load_model
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.ranks import LOOPBACK, RankProcesses, free_address
+from tests.helpers.ranks import LOOPBACK, RankProcesses
 from tests.helpers.served import Served, serving
 
 PATIENCE_S = 120.0
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed rank once ended in order, as after the last pass."""
     lost: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(rendezvous, "exit_process", lost.put)
-    address = str(free_address())
+    address = str(free_address(LOOPBACK))
     with _rank_one(_fail, address):
         group = create_rank_group(_config(address))
         try:
@@ -114,7 +114,7 @@ def test_a_rank_that_fails_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 def test_ranks_that_compute_in_different_ways_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "exit_process", lambda reason: None)
-    address = str(free_address())
+    address = str(free_address(LOOPBACK))
     with _rank_one(_load_without_native_code, address) as process:
         message = r"rank 0 has \(native .*\) and rank 1 \(torch operators, .*\): start"
         with pytest.raises(RendezvousError, match=message):

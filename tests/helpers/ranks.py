@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.config import EngineConfig
-from paceline.host_port import HostPort
+from paceline.host_port import free_address
 from paceline.model.loading import load, load_shard
 from paceline.model.parallel import rendezvous
 from paceline.model.parallel.rendezvous import RankGroup, join_rank_group
@@ -24,12 +24,6 @@ from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 from paceline.model.tensor_parallel_model import TensorParallelModel, run_rank
 
 LOOPBACK = "127.0.0.1"
-
-
-def free_address(host: str = LOOPBACK) -> HostPort:
-    """A rendezvous for ranks: a free port."""
-    with HostPort(host, 0).listen() as listener:
-        return HostPort(host, int(listener.getsockname()[1]))
 
 
 def by_index(ranks: TensorParallelGroup, partial: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import pytest
 
 from paceline.cli.cpu_affinity import available, cores_by_target
 from paceline.cli.deployment import (
-    LISTENING_PORTS,
     LOOPBACK,
     Deployment,
     DeploymentOptions,
@@ -217,7 +216,7 @@ def test_only_targets_of_real_models_are_bound() -> None:
     assert deployment.target_cores == [1]
 
 
-def test_chosen_ports_are_none_that_outgoing_connections_get() -> None:
+def test_chosen_ports_differ_and_are_none_that_outgoing_connections_get() -> None:
     port, others = free_ports(LOOPBACK, 0, 9)
     assert len({port, *others}) == 10
     assert all(each in LISTENING_PORTS for each in (port, *others))

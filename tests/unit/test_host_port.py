@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import random
 import socket
 
 import pytest
 
-from paceline.host_port import HostPort
+from paceline.host_port import LISTENING_PORTS, HostPort, free_address
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:port", "host:0", "host:65536"])
@@ -42,3 +43,11 @@ def test_it_listens_everywhere_only_if_the_address_is_not_this_machine_s(host: s
         assert (address.is_loopback, address.is_unspecified) == (loopback, not loopback)
         with socket.create_connection((name if loopback else "127.0.0.1", port)):
             pass
+
+
+def test_a_free_port_is_none_that_outgoing_connections_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken:
+        port = int(taken.getsockname()[1])
+        monkeypatch.setattr(random, "sample", lambda ports, count: [port, *ports[:count]])
+        assert free_address("127.0.0.1").port in LISTENING_PORTS

@@ -14,9 +14,9 @@ import pytest
 
 from loadtests.chaos.chaos_run import default_vllm_options
 from paceline.cli.process_tree import process_and_descendants
-from paceline.host_port import HostPort
+from paceline.host_port import HostPort, free_address
 from tests.failure.test_pool import READY, Pool, command_of, node, pool, tokens_at
-from tests.helpers.ranks import free_address
+from tests.helpers.ranks import LOOPBACK
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.asyncio]
@@ -39,7 +39,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @asynccontextmanager
 async def two_nodes(folder: str) -> AsyncIterator[tuple[str, Pool, Pool]]:
     """A cluster's address, and its nodes, each with room for one rank."""
-    address = str(free_address())
+    address = str(free_address(LOOPBACK))
     head = ("--head", f"--port={HostPort.parse(address).port}", "--include-dashboard=false", "--num-gpus=1")
     async with node(folder, *head) as first, node(folder, f"--address={address}", "--num-gpus=1") as second:
         yield address, first, second

@@ -30,7 +30,8 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
-        """The tokens each request commits: accepted tokens along one verified path, then one more token. Never empty.
+        """The tokens each request commits: accepted tokens along one verified path, then one more token, which with
+        `residual` may be a guess without a row. Never empty.
 
         `logits_RV`: the logits of all requests' rows, in order; they are not modified.
         """
