@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import random
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -57,21 +58,21 @@ class HostPort:
         return socket.create_server(("", self.port))
 
 
-def listen_at_free_port(host: str) -> socket.socket:
-    """Listen at `host`, at a port that the system gives to no outgoing connection. Raises OSError.
+def listen_at_free_port(listen: Callable[[int], socket.socket]) -> socket.socket:
+    """Listen at a port that the system gives to no outgoing connection. Raises OSError, as `listen` does.
 
     Such a connection could take the port between the choice and the start of the process that is to listen there,
-    which imports torch first.
+    which imports torch first. `listen`: listens at a port; at 0, one that the system chooses.
     """
     for port in random.sample(LISTENING_PORTS, PORT_ATTEMPTS):
         with suppress(OSError):
-            return HostPort(host, port).listen()
-    return HostPort(host, 0).listen()
+            return listen(port)
+    return listen(0)
 
 
 def free_address(host: str) -> HostPort:
     """A free port of `host`, as `listen_at_free_port` chooses it. Raises OSError."""
-    with listen_at_free_port(host) as listener:
+    with listen_at_free_port(lambda port: HostPort(host, port).listen()) as listener:
         return HostPort(host, int(listener.getsockname()[1]))
 
 

@@ -256,12 +256,16 @@ def free_ports(host: str, port: int, others: int) -> tuple[int, list[int]]:
     """
     with ExitStack() as held:
 
-        def listen(host: str, port: int) -> int:
-            listener = socket.create_server((host, port)) if port else listen_at_free_port(host)
-            return int(held.enter_context(listener).getsockname()[1])
+        def listen(host: str, port: int) -> socket.socket:
+            return held.enter_context(socket.create_server((host, port)))
+
+        def free(host: str) -> int:
+            return int(listen_at_free_port(lambda port: listen(host, port)).getsockname()[1])
 
         try:
-            return listen(host, port), [listen(LOOPBACK, 0) for _ in range(others)]
+            if port:
+                listen(host, port)
+            return port or free(host), [free(LOOPBACK) for _ in range(others)]
         except OSError as error:
             raise StartError(
                 f"cannot listen on {host}:{port} ({error.strerror}): choose another one with --port, or 0 for any"

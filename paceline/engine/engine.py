@@ -371,13 +371,13 @@ class Engine:
         tokens, reason = request.truncate_at_end(drawn)
         path = request.tree.match(tokens)  # may end with a node without a row that the bonus token has confirmed
         # With `residual` the last token may be an accepted guess that had no row: it counts as the bonus token.
-        accepted = path[: len(drawn) - 1]
-        self._record_acceptance(scheduled, tokens, path, len(accepted))
+        accepted_nodes = path[: len(drawn) - 1]
+        self._record_acceptance(scheduled, tokens, path, len(accepted_nodes))
         # The last token becomes the root, whose row is yet to be run: it keeps no slot, be it an accepted node's.
-        drawn_at = self._keep_accepted(scheduled, accepted[: len(tokens) - 1])
-        delta = self._new_delta(scheduled, tokens, accepted, reason)
+        drawn_at = self._keep_accepted(scheduled, accepted_nodes[: len(tokens) - 1])
+        delta = self._new_delta(scheduled, tokens, accepted_nodes, reason)
         delta.log_probs = self._log_probs(request, logits, [row + i for i in drawn_at], tokens)
-        self._commit_at_drafts(request, tokens, accepted)
+        self._commit_at_drafts(request, tokens, accepted_nodes)
         request.commit(tokens, self._clock())  # last: it moves the root of the tree
         if reason is not None:
             self._finish(request, delta)
@@ -386,32 +386,32 @@ class Engine:
         return delta
 
     def _new_delta(
-        self, scheduled: ScheduledRequest, tokens: list[int], accepted: Sequence[int], reason: FinishReason | None
+        self, scheduled: ScheduledRequest, tokens: list[int], accepted_nodes: Sequence[int], reason: FinishReason | None
     ) -> Delta:
-        """`accepted`: the nodes of the accepted tokens."""
-        request, bonus = scheduled.request, len(tokens) - len(accepted)
-        delta = Delta(request.id, tokens, [True] * len(accepted) + [False] * bonus, finish_reason=reason)
+        request, count = scheduled.request, len(accepted_nodes)
+        accepted = [True] * count + [False] * (len(tokens) - count)
+        delta = Delta(request.id, tokens, accepted, finish_reason=reason)
         if self.stats_due or reason is not None:
             delta.speculation = request.stats.snapshot()
         if reason is FinishReason.ERROR:
             delta.error = request.grammar_error(tokens)
         if request.generation_request.return_tree:
-            delta.trees = [self._verified_tree(scheduled, accepted)]
+            delta.trees = [self._verified_tree(scheduled, accepted_nodes)]
         return delta
 
-    def _commit_at_drafts(self, request: Request, tokens: Sequence[int], accepted: Sequence[int]) -> None:
-        """Send the drafts what a step commits. `accepted`: the nodes of its accepted tokens.
+    def _commit_at_drafts(self, request: Request, tokens: Sequence[int], accepted_nodes: Sequence[int]) -> None:
+        """Send the drafts what a step commits.
 
         They get the last tokens of a request, too: some learn from them for other requests.
         """
         base = len(request.tokens) - 1
-        from_draft = [request.tree.sources[node] for node in accepted].count(OWN_DRAFT_SOURCE)
+        from_draft = [request.tree.sources[node] for node in accepted_nodes].count(OWN_DRAFT_SOURCE)
         self._draft_manager.record_accepted(request, from_draft)
         hidden_states = self._commit_hidden_states(request, base)
-        self._draft_manager.commit(Commit(request.key, base, tokens, len(accepted), hidden_states))
+        self._draft_manager.commit(Commit(request.key, base, tokens, len(accepted_nodes), hidden_states))
 
     def _record_acceptance(
-        self, scheduled: ScheduledRequest, tokens: Sequence[int], path: Sequence[int], accepted: int
+        self, scheduled: ScheduledRequest, tokens: Sequence[int], path: Sequence[int], accepted_count: int
     ) -> None:
         """Count the verified nodes, and calibrate the drafts' probabilities.
 
@@ -421,22 +421,22 @@ class Engine:
         tree, nodes = scheduled.request.tree, scheduled.nodes
         reached = tree.height(nodes)
         for stats in (scheduled.request.stats, self._step_speculation):
-            stats.record(len(nodes), reached, accepted)
+            stats.record(len(nodes), reached, accepted_count)
         learn_from_all, calibrations = self._strategy.drafter_invariant, scheduled.request.calibrations
-        for node, source, cell, drawn in tree.outcomes(path, tokens):
+        for node, source, cell, was_drawn in tree.outcomes(path, tokens):
             if learn_from_all or node in nodes:
-                calibrations[source].observe(cell, drawn)
+                calibrations[source].observe(cell, was_drawn)
                 if source == OWN_DRAFT_SOURCE:
-                    self._calibration_samples.append((cell, drawn))
+                    self._calibration_samples.append((cell, was_drawn))
 
-    def _verified_tree(self, scheduled: ScheduledRequest, accepted: Sequence[int]) -> VerifiedTree:
-        """The step's nodes, numbered by their rows. `accepted`: those on the committed path."""
+    def _verified_tree(self, scheduled: ScheduledRequest, accepted_nodes: Sequence[int]) -> VerifiedTree:
+        """The step's nodes, numbered by their rows."""
         tree, nodes = scheduled.request.tree, scheduled.nodes
         numbers = {ROOT: 0} | {node: number for number, node in enumerate(nodes, 1)}
         return VerifiedTree(
             parents=[numbers[tree.parents[node]] for node in nodes],
             tokens=[tree.tokens[node] for node in nodes],
-            accepted=[node in accepted for node in nodes],
+            accepted=[node in accepted_nodes for node in nodes],
             methods=[self._methods[tree.sources[node]] for node in nodes],
         )
 

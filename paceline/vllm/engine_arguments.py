@@ -77,9 +77,6 @@ def _drafts(
         return {}
     if (strategy := config.strategy.name) != "coupled":
         raise ValueError(f"vLLM verifies by coupled draws, not by {strategy}")
-    for name in ("draft_schedule", "row_budget"):
-        if getattr(config, name) != SpeculativeConfig.model_fields[name].default:
-            raise ValueError(f"{name} in --speculative-config has no meaning to vLLM")
     if config.draft_placement == "target":
         raise ValueError(
             'vLLM drafts in its own process by its own methods: --vllm-options \'{"engine_args": '
@@ -87,7 +84,13 @@ def _drafts(
         )
     if config.method in HEADS and not layers:
         raise ValueError(f"{config.method} needs hidden states: name its hidden_state_layers in --vllm-options")
-    settings: dict[str, Any] = {"redis_url": redis_url, "lookups": config.beside, "hidden_state_layers": layers}
+    settings: dict[str, Any] = {
+        "redis_url": redis_url,
+        "lookups": config.beside,
+        "hidden_state_layers": layers,
+        "draft_schedule": config.draft_schedule,
+        "row_budget": config.row_budget,
+    }
     if not (redis_url or config.beside or os.environ.get(DRAFTS_VARIABLE)):
         raise ValueError(f"no draft workers: give --redis-url, or set {DRAFTS_VARIABLE}=HOST:PORT,...")
     lookup_settings = {name: value for name, value in config if name.startswith(LOOKUP_KEYS)}

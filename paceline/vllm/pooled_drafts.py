@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.messages import GenerationRequest
 from paceline.core.policy.calibration import Calibration
-from paceline.core.policy.step_cost import StepCost, nodes_to_verify
+from paceline.core.policy.step_cost import FREE_ROWS, StepCost, nodes_to_verify
 from paceline.core.tree import TokenTree
 from paceline.drafting import build_lookups
 from paceline.drafting.speculator import Commit, Context
@@ -73,7 +73,8 @@ class PooledDrafts:
         max_model_len: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`links` are opened again after each fault. `config`: lookups, and most draft tokens of a step."""
+        """`links` are opened again after each fault. `config`: lookups, schedule, and most draft tokens of a
+        step."""
         self._links = links
         self._config = config
         self._vocabulary_size = vocabulary_size
@@ -90,6 +91,7 @@ class PooledDrafts:
         self._propose_s: deque[float] = deque(maxlen=TIMED_STEPS)
         self._learned = LearnedRowCost()
         self._cost = StepCost(self._learned.cost)
+        self._node_cost = self._cost if config.row_budget else StepCost(FREE_ROWS)
         sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(config.beside))
         self._calibrations = {source: Calibration() for source in sources}
         # Made by `start`, anew after each fault.
@@ -139,14 +141,15 @@ class PooledDrafts:
         self._proposed, self._proposed_rows = None, 0
         self._called_at = self._returned_at = self._best_unverified = 0.0
         self._client = self._links.open()
+        lockstep = self._config.draft_schedule == "lockstep"
         self._manager = DraftManager(
             self._client,
             [LocalDraftClient(each) for each in build_lookups(self._config)],
             self._strategy,
-            make_draft_schedule(concurrent=True, lockstep=False, cost=self._cost, clock=self._clock),
+            make_draft_schedule(concurrent=True, lockstep=lockstep, cost=self._cost, clock=self._clock),
             self._vocabulary_size,
             self._clock,
-            gated=True,
+            gated=self._config.row_budget and not lockstep,
         )
 
     def _stop(self) -> None:
@@ -247,7 +250,7 @@ class PooledDrafts:
         chains = [(request, request.candidate_nodes()) for request in drawing]
         paths = sorted((request.tree.path_log_probs[node] for request, nodes in chains for node in nodes), reverse=True)
         probabilities = [math.exp(path) for path in paths]
-        count = nodes_to_verify(probabilities, len(drawing), len(drawing), len(paths), self._cost)
+        count = nodes_to_verify(probabilities, len(drawing), len(drawing), len(paths), self._node_cost)
         self._best_unverified = probabilities[count] if count < len(paths) else 0.0
         least = paths[count - 1] if count else 0.0
         chosen: dict[int, list[int]] = {}

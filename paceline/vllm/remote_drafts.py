@@ -95,5 +95,6 @@ def pooled_drafts(settings: RemoteDraftsSettings, facts: TargetFacts, depth: int
         settings.hidden_state_layers,
     )
     fixed = {"method": "pool", "beside": settings.lookups, "num_speculative_tokens": depth, "max_tree_nodes": depth}
-    config = SpeculativeConfig.model_validate({**settings.lookup_settings, **fixed})
+    schedule = {"draft_schedule": settings.draft_schedule, "row_budget": settings.row_budget}
+    config = SpeculativeConfig.model_validate({**settings.lookup_settings, **schedule, **fixed})
     return PooledDrafts(PoolLinks(options), config, facts.vocabulary_size, facts.max_model_len)

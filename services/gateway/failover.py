@@ -39,8 +39,8 @@ class FailoverRequest:
 
     Same seed, same prompt, same committed tokens, same numerics: with a drafter-invariant strategy the other target
     draws exactly the tokens that the lost one would have drawn; with `residual` and lossy strategies, tokens of the
-    same distribution. A target with other numerics takes over only if none that holds the
-    request has the same; a warning is logged.
+    same distribution. A target with other numerics takes over only if none whose context holds the request has
+    the same; a warning is logged.
 
     When an engine dies, any of its requests may be the cause. Each of them is resumed in the quarantine of its next
     target, one at a time, so that the next death identifies the cause.

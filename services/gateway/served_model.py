@@ -73,7 +73,7 @@ class ServedModel:
             return UnavailableError("the gateway is closing", reason="closing")
         if not self.fleet.targets_up:
             return UnavailableError("no target is up; try again soon")
-        if not self.fleet.available:
+        if not self.fleet.has_target():
             return UnavailableError("every target fails; try again soon", self.fleet.retry_after_s(), reason="breaker")
         if not self.fleet.has_target(labels):
             named = ", ".join(sorted(labels))

@@ -247,7 +247,7 @@ async def test_health_follows_the_targets() -> None:
         target = await stack.add_target(counts)
         assert (await stack.http.get("/health")).status_code == 200
         await target.die()
-        await until(lambda: not stack.model.fleet.available)
+        await until(lambda: not stack.model.fleet.has_target())
         assert (await stack.http.get("/health")).status_code == 503
 
 
@@ -263,7 +263,7 @@ async def test_a_target_with_another_vocabulary_is_not_used_until_it_is_started_
             await stack.store.registry.register(wrong.record)
             while not wrong.linked:
                 await asyncio.sleep(0.01)
-            assert not stack.model.fleet.available
+            assert not stack.model.fleet.has_target()
             await wrong.die()
         right = await start_target(counts, 1, "stranger", port=port)
         assert right.record.address == wrong.record.address

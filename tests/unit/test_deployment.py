@@ -22,6 +22,7 @@ from paceline.cli.deployment import (
 )
 from paceline.cli.supervised_process import Program
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.host_port import LISTENING_PORTS
 from paceline.launcher import StartError
 
 REDIS = "redis://127.0.0.1:6379/0"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,9 +131,9 @@ class FakeVllm:
         return vllm, links
 
     @classmethod
-    def cold(cls, client: OracleClient) -> tuple[FakeVllm, Links]:
+    def cold(cls, client: OracleClient, **speculation: Any) -> tuple[FakeVllm, Links]:
         links, clock = Links(client), Clock()
-        config = SpeculativeConfig(method="pool", num_speculative_tokens=DEPTH)
+        config = SpeculativeConfig(method="pool", num_speculative_tokens=DEPTH, **speculation)
         return cls(PooledDrafts(links, config, VOCABULARY, 512, clock), clock), links
 
     def step(self, seconds: float = 0.01) -> list[list[int]]:
@@ -338,6 +339,17 @@ def test_no_more_tokens_than_pay() -> None:
     for _ in range(12):
         vllm.step(0.01 * (1 + sum(map(len, vllm.proposed))))
     assert sum(map(len, vllm.proposed)) < DEPTH
+
+
+@pytest.mark.parametrize(
+    ("given", "most"), [({}, 0), ({"row_budget": False, "draft_schedule": "lockstep"}, DEPTH)], ids=["paused", "steady"]
+)
+def test_for_comparisons_a_draft_goes_on_though_it_does_not_pay(given: dict[str, Any], most: int) -> None:
+    vllm, _ = FakeVllm.cold(OracleClient(error=1), **given)
+    vllm.rows = [[1, 2, 3]]
+    for _ in range(200):
+        vllm.step(0.01 * (1 + sum(map(len, vllm.proposed))))
+    assert [len(tokens) for tokens in vllm.proposed] == [most]
 
 
 @pytest.mark.parametrize("fault", [PipeClosedError(), KeyError("a bug")], ids=["links", "bug"])

@@ -59,6 +59,13 @@ def test_drafts_come_from_the_pool() -> None:
     assert read.lookup_settings["suffix_decoding_max_spec_factor"] == 2.0
 
 
+def test_a_comparison_s_schedule_is_vllm_s_too() -> None:
+    steady = {"draft_schedule": "lockstep", "row_budget": False}
+    asked = arguments(speculation=SpeculativeConfig(method="pool", **steady))
+    read = RemoteDraftsSettings.read(asked["additional_config"])
+    assert (read.draft_schedule, read.row_budget) == ("lockstep", False)
+
+
 def test_a_head_reads_the_layers_that_are_named() -> None:
     options = VllmOptions(hidden_state_layers=(2, 13, 23))
     head = SpeculativeConfig(method="eagle3", model="head")
@@ -85,7 +92,6 @@ def test_other_additional_settings_stay() -> None:
         ),
         ({"speculation": SpeculativeConfig(method="pool", rejection_sampling_strategy="residual")}, "not by residual"),
         ({"speculation": SpeculativeConfig(method="pool", synthetic_acceptance_rate=0.5)}, "not by synthetic"),
-        ({"speculation": SpeculativeConfig(method="pool", row_budget=False)}, "row_budget in --speculative-config"),
         ({"speculation": SpeculativeConfig(method="pool"), "redis_url": None}, "no draft workers: give --redis-url"),
         ({"speculation": SpeculativeConfig(method="ngram", draft_placement="target")}, "--vllm-options"),
     ],

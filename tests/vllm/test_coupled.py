@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import COUPLED, PROMPTS, draft, drafting, generate, vllm_engine
+from tests.vllm.engines import COUPLED, PROMPTS, STEADY, draft, drafting, generate, vllm_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -37,10 +37,10 @@ def test_it_starts_with_a_compiled_model() -> None:
 def test_sampled_tokens_do_not_depend_on_drafts() -> None:
     plain, _ = generate(BATCH, **COUPLED)
     with draft() as worker:
-        outputs, (accepted, _) = generate(BATCH, **COUPLED, **drafting(worker.address, lookups=["ngram"]))
+        outputs, (accepted, _) = generate(BATCH, **COUPLED, **drafting(worker.address, lookups=["ngram"], **STEADY))
     different = [index for index, pair in enumerate(zip(plain, outputs, strict=True)) if pair[0] != pair[1]]
     assert different == []
-    assert accepted > 100
+    print("ACC", accepted); assert accepted > 100
     assert len({tuple(tokens) for tokens in plain}) > 50
 
 
@@ -49,10 +49,11 @@ def test_a_head_on_another_machine_reads_hidden_states() -> None:
     greedy = [(prompt, {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}) for prompt in PROMPTS]
     plain, _ = generate(greedy, **COUPLED)
     with draft({"method": "eagle3", "model": "pydoc-eagle3"}) as worker:
-        pool = drafting(worker.address, hidden_state_layers=HEAD_LAYERS)
+        pool = drafting(worker.address, hidden_state_layers=HEAD_LAYERS, **STEADY)
         with vllm_engine([greedy, greedy], **COUPLED, **pool) as engine:
             first = engine.outputs()
             engine.go_on()
             outputs, (accepted, drafted) = [first, engine.outputs()], engine.accepted()
     assert outputs == [plain, plain]
+    print("ACC", accepted, drafted)
     assert accepted > 0.7 * drafted > 20, "how many are drafted depends on the load of the machine"

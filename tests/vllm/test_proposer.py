@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.helpers.service_processes import model_process_of
-from tests.vllm.engines import PROMPTS, draft, drafting, generate, vllm_engine
+from tests.vllm.engines import PROMPTS, STEADY, draft, drafting, generate, vllm_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -25,7 +25,7 @@ def plain() -> list[list[int]]:
 
 def test_greedy_tokens_are_those_of_plain_decoding(plain: list[list[int]]) -> None:
     with draft() as worker:
-        outputs, (accepted, drafted) = generate(BATCH, **drafting(worker.address, lookups=["suffix"]))
+        outputs, (accepted, drafted) = generate(BATCH, **drafting(worker.address, lookups=["suffix"], **STEADY))
     assert outputs == plain
     assert 0.2 * drafted < accepted > 100
 
@@ -36,7 +36,7 @@ def test_a_rank_asks_for_all(plain: list[list[int]], monkeypatch: pytest.MonkeyP
     with draft() as worker:
         engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         alone, _ = generate(BATCH, **engine)
-        outputs, (accepted, _) = generate(BATCH, **engine, **drafting(worker.address, lookups=["suffix"]))
+        outputs, (accepted, _) = generate(BATCH, **engine, **drafting(worker.address, lookups=["suffix"], **STEADY))
     assert outputs == alone
     assert accepted > 30
 

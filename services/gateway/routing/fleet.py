@@ -61,12 +61,7 @@ class Fleet:
         self._link_tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
 
-    @property
-    def available(self) -> bool:
-        """Whether a request can be sent now."""
-        return self.has_target(frozenset())
-
-    def has_target(self, needed: frozenset[str]) -> bool:
+    def has_target(self, needed: frozenset[str] = frozenset()) -> bool:
         """Whether a request for a target with these capabilities can be sent now."""
         return bool(self._usable(needed))
 
@@ -105,7 +100,7 @@ class Fleet:
 
     def retry_after_s(self) -> int:
         """Seconds until a refused request may succeed: until the waiting requests have started."""
-        if not self.available:
+        if not self.has_target():
             return max(1, round(min((target.breaker.probe_in_s for target in self._up()), default=0.0)))
         ahead = sum(target.rows_before_first_token for target in self.targets.values())
         return self.request_cost.retry_after_s(ahead)
