@@ -24,7 +24,7 @@ from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, PollResult
 from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
-from paceline.vllm import remote_drafts
+from paceline.vllm import draft_links, remote_drafts
 from paceline.vllm.batch import MAX_ABSENT_STEPS
 from paceline.vllm.draft_links import PoolLinks
 from paceline.vllm.learned_cost import LearnedRowCost
@@ -48,13 +48,15 @@ def following(token: int) -> int:
 class OracleClient(DraftClient):
     """Drafts the next tokens at once: the right ones, or others by `error`."""
 
-    def __init__(self, error: int = 0) -> None:
+    def __init__(self, error: int = 0, nodes: int = 2 * DEPTH) -> None:
+        """`nodes`: of a tree."""
         self.trees: dict[int, TokenTree] = {}
         self.prompts: dict[int, Sequence[int]] = {}
         self.openings: list[Opening] = []
         self.limits: dict[int, Limit] = {}
         self.fault: Exception | None = None
         self._error = error
+        self._nodes = nodes
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         self.trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
@@ -80,7 +82,7 @@ class OracleClient(DraftClient):
 
     def _chain(self, tree: TokenTree) -> Growth:
         new = []
-        while tree.size < 2 * DEPTH:
+        while tree.size < self._nodes:
             new.append(tree.add(tree.size, (following(tree.tokens[-1]) + self._error) % VOCABULARY, -0.1))
         return tree.growth(new)
 
@@ -220,6 +222,29 @@ def test_a_request_that_was_preempted_goes_on() -> None:
     vllm.step()
     assert len(links.client.trees) == 1 + 2
     assert all(len(each) == DEPTH for each in vllm.proposed)
+
+
+def test_a_row_that_moved_is_not_the_request_of_another_row_with_its_tokens() -> None:
+    """A request ends and another moves into its row. Where that was, a new one has the same tokens as its prompt."""
+    vllm, links = FakeVllm.warm(OracleClient())
+    vllm.rows = [[1, 2, 3], [4, 5]]
+    vllm.step()
+    vllm.rows, vllm.proposed = [vllm.rows[1], list(vllm.rows[1])], [vllm.proposed[1], []]
+    vllm.step()
+    assert [len(each) for each in vllm.proposed] == [DEPTH, DEPTH]
+    assert (links.closed, len(links.client.trees)) == (0, 1 + 3)
+
+
+def test_a_row_that_continues_the_text_of_another_row_is_a_request_of_its_own() -> None:
+    """Its row was free, and comes before the other row."""
+    vllm, links = FakeVllm.warm(OracleClient())
+    vllm.rows = [[1, 2, 3], [4, 5]]
+    vllm.step()
+    vllm.rows[0], vllm.proposed[0] = [*vllm.rows[1], 8], []
+    vllm.step()
+    assert len(links.client.trees) == 1 + 3
+    assert links.client.openings[-1].tokens == vllm.rows[0]
+    assert [len(each) for each in vllm.proposed] == [DEPTH, DEPTH]
 
 
 def test_steps_without_a_question_are_caught_up() -> None:
@@ -368,6 +393,36 @@ def test_a_fault_costs_drafts_for_a_while_and_nothing_else(fault: Exception) -> 
     assert len(vllm.proposed[0]) == DEPTH
 
 
+def test_the_time_of_propose_leaves_waits_out() -> None:
+    """Here every step computes for 2 ms, and waits for growth besides."""
+
+    class Late(OracleClient):
+        """Has growth for those that wait for it."""
+
+        waits = 0
+
+        def commit(self, commit: Commit) -> None:
+            vllm.clock.now += 0.002
+            super().commit(commit)
+
+        def poll(self, timeout_s: float) -> PollResult:
+            if timeout_s == 0.0:
+                return PollResult()
+            self.waits += 1
+            vllm.clock.now += timeout_s / 2
+            return super().poll(timeout_s)
+
+    late = Late(nodes=DEPTH)  # a step uses up the tree, so the next one waits again
+    vllm, _ = FakeVllm.cold(late)
+    assert vllm.drafts.propose_ms == 0.0
+    vllm.rows = [[1, 2, 3]]
+    for _ in range(PLAIN_STEPS + 20):
+        vllm.step()
+    assert late.waits >= 20, "in most steps, or the median shows nothing"
+    assert vllm.accepted > 19
+    assert vllm.drafts.propose_ms == pytest.approx(2.0)
+
+
 def test_costs_are_learned() -> None:
     learned = LearnedRowCost()
     for _ in range(50):
@@ -457,6 +512,22 @@ def test_a_real_draft_through_a_process_of_links(pool: PoolLinks) -> None:
         os.kill(pool.process_id, signal.SIGKILL)
         with pytest.raises(PipeClosedError):
             client.poll(20.0)
+        pool.close()
+
+
+@pytest.mark.timeout(60)
+def test_links_that_hang_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their process reads nothing, and the pipe is full."""
+    monkeypatch.setattr(draft_links, "SEND_TIMEOUT_S", 1)
+    far = [f"127.0.0.1:{port}" for port in range(1, 60_000)]  # as a message more than a pipe holds
+    pool = PoolLinks(LinkOptions(("127.0.0.1:9",), None, "any", VOCABULARY, None))
+    client = pool.open()
+    try:
+        assert pool.process_id is not None
+        os.kill(pool.process_id, signal.SIGSTOP)
+        with pytest.raises(PipeClosedError):
+            client.open(Opening(1, [5, 6], 0, SamplingParams(), DEPTH, 8), far)
+    finally:
         pool.close()
 
 
