@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausal
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
 from paceline.model import Model, SlotTable, load
+from paceline.model.loading import build
 from paceline.model.model import TransformersModel
+from paceline.model.rows import TILE
 from paceline.model_names import ModelNotFoundError
 from tests.helpers.checkpoints import change_config, change_weights, save_checkpoint, save_tokenizer
 from tests.helpers.llamas import POSITIONS, VOCABULARY, peaked_llama
@@ -76,6 +79,16 @@ def test_mimo_needs_no_code_from_its_folder(copy: Path) -> None:
     products = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkv"]
     change_weights(copy, lambda w: w | {f"{name}.bias": torch.zeros(len(w[f"{name}.weight"])) for name in products})
     assert_equal_logits(load(str(copy), CONFIG), peaked_llama(), [3])
+
+
+def test_a_model_that_is_wrong_from_the_second_tile_on_is_refused() -> None:
+    """Rows of the first tile attend by another way than later ones, whose paths have full tiles before the last."""
+    for window, right in ((0, True), (TILE, False)):
+        network = peaked_llama()
+        for layer in network.model.layers:
+            layer.self_attn.sliding_window = window  # ours has it; transformers takes that of the configuration, none
+        with nullcontext() if right else pytest.raises(ValueError, match="its logits are off by"):
+            build(network, "windowed", EngineConfig(slots=512), "", [])
 
 
 def test_a_missing_model_or_tokenizer(copy: Path, tmp_path: Path) -> None:
