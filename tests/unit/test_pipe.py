@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
@@ -40,6 +41,40 @@ def test_messages_are_dispatched_by_type() -> None:
             here.send(message)
         there.receive(1.0)
         assert (notes, numbers) == ([Note("x")], [1, 2])
+
+
+def test_one_receive_dispatches_all_that_has_arrived() -> None:
+    """However much that is: more here than one read of a socket returns."""
+    with pipes() as (here, there):
+        notes = [Note(letter * 30_000) for letter in "abcd"]
+        for note in notes:
+            here.send(note)
+        received: list[Note] = []
+        there.on(Note, received.append)
+        there.receive(0.0)
+        assert received == notes
+
+
+def test_named_tuples_travel_as_plain_ones_behind_their_names() -> None:
+    """So no class is looked up by import, and two kinds may have the same fields."""
+
+    class Left(NamedTuple):  # pickle itself refuses a class of a function
+        number: int
+
+    class Right(NamedTuple):
+        number: int
+
+    [plain] = MessageDecoder().feed(pack(Left(1)))
+    assert (type(plain), plain) == (tuple, ("Left", 1))
+    with pipes() as (here, there):
+        lefts: list[Left] = []
+        rights: list[Right] = []
+        there.on(Left, lefts.append)
+        there.on(Right, rights.append)
+        for message in (Right(1), Left(2), Right(3)):
+            here.send(message)
+        there.receive(1.0)
+        assert ([each.number for each in lefts], [each.number for each in rights]) == ([2], [1, 3])
 
 
 def test_both_ends_detect_a_closed_pipe() -> None:
