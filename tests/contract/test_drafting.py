@@ -130,6 +130,18 @@ async def test_a_worker_that_dropped_a_request_is_skipped(caplog: pytest.LogCapt
         assert here.drafting.open(opening(1), both) == "one", "drops are forgotten when the request closes"
 
 
+async def test_a_drop_of_a_closed_request_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with draft_worker(Counting(longest=2)) as worker, target() as here:
+        await here.open(1, worker.address)
+        await until(lambda: "longer than 2" in caplog.text)  # the drop is in the engine's pipe
+        here.drafting.close(1)
+        assert here.drafting.poll(0.0) == PollResult()
+        assert here.drafting.open(opening(1, tokens=[1]), [worker.address]) == "one"
+        here.drafting.flush()
+        assert await here.drafted(1) == [2, 3, 4]
+
+
 class Foreign(Counting):
     vocabulary_fingerprint = "v2"
 
