@@ -24,10 +24,11 @@ killed."""
 class ModelProcessDiedError(Exception):
     """The model process ended unexpectedly."""
 
-    def __init__(self, exit_code: int) -> None:
+    def __init__(self, exit_code: int, *, hung: bool = False) -> None:
+        """`hung`: we killed it, since even SIGABRT did not end it."""
         super().__init__(f"the model process ended with exit code {exit_code}")
-        self.killed = exit_code == -signal.SIGKILL
-        """By an operator, or by the kernel for lack of memory: we end a process that hangs with SIGABRT."""
+        self.killed = exit_code == -signal.SIGKILL and not hung
+        """By an operator, or by the kernel for lack of memory: not by us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,9 @@ class ModelProcess:
     message handler."""
 
     def abort(self) -> None:
-        """End a process that hangs, with SIGABRT: SIGKILL means that others ended it."""
+        """End a process that hangs, with SIGABRT. One that does not end with it is killed, as its pipe has closed."""
         _abort(self.process)
+        self.connection.close()
 
 
 @asynccontextmanager
@@ -144,12 +146,14 @@ async def _wait_for_exit(
     await asyncio.wait((exit_code, connection.lost), return_when=asyncio.FIRST_COMPLETED)
     connection.close()
     await asyncio.wait([exit_code], timeout=EXIT_TIMEOUT_S)
+    hung = False
     if not exit_code.done():
         log.warning("process %d does not exit by itself and is aborted", process.pid)
         _abort(process)
         await asyncio.wait([exit_code], timeout=EXIT_TIMEOUT_S)
+        hung = not exit_code.done()
         _kill(process)
-    error = ModelProcessDiedError(await exit_code)
+    error = ModelProcessDiedError(await exit_code, hung=hung)
     _fail(ready, connection.lost.exception() or error)
     await connection.lost
     raise error

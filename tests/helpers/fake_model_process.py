@@ -20,6 +20,10 @@ if __name__ == "__main__":
             pipe.send(Ready("facts"))
             pipe.close()
             signal.pause()
+        case "deaf":
+            signal.signal(signal.SIGABRT, signal.SIG_IGN)
+            pipe.send(Ready("facts"))
+            signal.pause()
         case "echo":
             pipe.send(Ready("facts"))
             pipe.on(Note, pipe.send)

@@ -141,6 +141,18 @@ async def test_a_process_that_hangs_at_its_end_was_not_killed_by_others(
     assert error.value.killed == (not hangs)
 
 
+async def test_a_process_that_an_abort_does_not_end_is_killed_and_not_by_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_processes, "EXIT_TIMEOUT_S", 0.1)
+    async with asyncio.timeout(30.0), model_process(MODULE, "deaf") as process:
+        await process.ready
+        process.abort()
+        with pytest.raises(ModelProcessDiedError, match="exit code -9") as error:
+            await process.exited
+    assert not error.value.killed
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [("fail", StartError, "no such model"), ("exit", ModelProcessDiedError, "exit code 3")],
