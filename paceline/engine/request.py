@@ -162,7 +162,12 @@ class Request(DraftedRequest):
         """Why the request cannot start; empty if it can."""
         if error := self.grammar_error():
             return error
-        if self.output_tokens and self.check_finish() is not None:
+        if self.output_tokens and (ended_by := self.check_finish()) is not None:
+            if ended_by is FinishReason.LENGTH and self.output_tokens < self.generation_request.sampling.max_tokens:
+                return (
+                    f"the prompt has {self.prompt_tokens} tokens, and {self.output_tokens} were committed after it: "
+                    f"there is room for {self.prompt_tokens + self.max_tokens}, and none for another token"
+                )
             return f"the request is over already: {self.output_tokens} tokens were committed, the last one ended it"
         if self.grammar is not None and self.grammar.finished(()):
             return f"{GRAMMAR_ERROR}it leaves nothing to generate"

@@ -205,9 +205,7 @@ class VllmEngine:
         again = committed if sampling.grammar else []
         prompt = [*generation_request.prompt, *([] if again else committed)]
         begun = len(prompt) - len(generation_request.prompt)
-        left = self._config.model_config.max_model_len - len(prompt)
-        if not generation_request.prompt or left < 1:
-            raise ValueError(f"the prompt has {len(prompt)} tokens; there is room for 1 to {len(prompt) + left - 1}")
+        left = self._tokens_left(generation_request)
         extra = ExtraArguments(
             sampling=sampling.model_dump(mode="json", exclude={"grammar"}),
             speculative=generation_request.speculative,
@@ -217,7 +215,7 @@ class VllmEngine:
         )
         params = VllmSamplingParams(
             temperature=0.0 if sampling.greedy else 1.0,
-            max_tokens=max(1, min(sampling.max_tokens - begun, left)),  # it draws a token in any case
+            max_tokens=max(1, min(sampling.max_tokens - begun, left + len(again))),  # it draws a token in any case
             stop_token_ids=[*sampling.stop_token_ids, *(self._grammar_ends if sampling.grammar else ())],
             ignore_eos=True,  # the stop tokens include it, unless the client ignores it
             logprobs=sampling.logprobs,
@@ -230,6 +228,16 @@ class VllmEngine:
         salt = {"cache_salt": generation_request.cache_salt} if generation_request.cache_salt else {}
         name = self._engine.add_request(generation_request.request_id, {"prompt_token_ids": prompt, **salt}, params)
         return _Running(generation_request, name, RequestTimes(self._clock()), len(again), len(committed))
+
+    def _tokens_left(self, generation_request: GenerationRequest) -> int:
+        """Tokens that can still be drawn. Raises ValueError, with the reason, if there is no room for one."""
+        context, committed = self._config.model_config.max_model_len, len(generation_request.committed)
+        prompt = len(generation_request.prompt)
+        left: int = context - prompt - committed
+        if prompt and left > 0:
+            return left
+        after = f", and {committed} were committed after it" if committed else ""
+        raise ValueError(f"the prompt has {prompt} tokens{after}; there is room for 1 to {context - 1}")
 
     def _delta(
         self, request: _Running, output: RequestOutput, drafts: Sequence[int], total: SpeculationStats

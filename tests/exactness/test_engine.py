@@ -304,6 +304,14 @@ def test_cancelling_frees_everything() -> None:
         (GenerationRequest("c", [1] * 600, LAWS[0]), "600"),
         (GenerationRequest("d", [1], SamplingParams(max_tokens=2), committed=[1, 2]), "over already"),
         (GenerationRequest("e", [1], SamplingParams(stop_token_ids=(2,)), committed=[1, 2]), "over already"),
+        (
+            GenerationRequest("f", [1] * 500, SamplingParams(max_tokens=99), committed=[1] * 12),
+            "room for 512, and none",
+        ),
+        (
+            GenerationRequest("g", [1] * 500, SamplingParams(max_tokens=99), committed=[1] * 30),
+            "room for 512, and none",
+        ),
     ],
 )
 def test_an_invalid_request_ends_alone(generation_request: GenerationRequest, message: str) -> None:
