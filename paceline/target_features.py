@@ -11,6 +11,8 @@ from paceline.config import SamplingParams
 
 NO_OUTPUT = "no_output"
 """The feature of computing a prompt and drawing nothing: `max_tokens` 0."""
+FULL_PROMPT = "full_prompt"
+"""The feature of computing, without output, a prompt that fills the whole context."""
 COMMON_PARAMETERS = frozenset(
     (
         *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -18,13 +20,14 @@ COMMON_PARAMETERS = frozenset(
     )
 )
 """The parameters of every target, also of one that names none. Closed: a parameter that comes later is a feature."""
-VLLM_LACKS = ("grammar_begins_after", "grammar_waits_if", "logprob_token_ids")
-"""The features that a target with vLLM as its engine does not have: its grammars begin with the output."""
+VLLM_LACKS = ("grammar_begins_after", "grammar_waits_if", "logprob_token_ids", FULL_PROMPT)
+"""The features that a target with vLLM as its engine does not have: its grammars begin with the output, and it draws a
+token after every prompt."""
 
 
 def all_features(without: Collection[str] = ()) -> list[str]:
     """The features of this build, without those that its engine lacks."""
-    named = {*SamplingParams.model_fields, NO_OUTPUT} - COMMON_PARAMETERS
+    named = {*SamplingParams.model_fields, NO_OUTPUT, FULL_PROMPT} - COMMON_PARAMETERS
     return sorted(named - set(without))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from paceline.target_features import VLLM_LACKS, all_features
 from paceline_services.gateway.openai.request_builder import MAX_PROMPT_LOG_PROBS
 from tests.helpers.openai_stack import (
     CONTEXT,
@@ -97,6 +98,20 @@ async def test_a_prompt_alone_may_fill_the_context(stack: Stack) -> None:
             assert choice["finish_reason"] == "length"
             assert choice["text"] == (TOKENIZER.decode(full) if "echo" in fields else "")
         assert answer.json()["usage"]["completion_tokens"] == 0
+
+
+async def test_a_full_prompt_goes_where_no_token_is_drawn_or_is_refused() -> None:
+    """vLLM draws a token after every prompt."""
+    script = text_script(TEXT)
+    async with open_stack(script, features=all_features(without=VLLM_LACKS)) as stack:
+        assert (await stack.complete([5] * (CONTEXT - 1), max_tokens=0)).status_code == 200
+        refused = await stack.complete([[6], [5] * CONTEXT], max_tokens=0)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+        assert "room for one token more" in error["message"]
+        await stack.add_target(script)
+        assert (await stack.complete([5] * CONTEXT, max_tokens=0)).status_code == 200
+        assert stack.served == [1, 1]
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 1}, {"return_token_ids": True}])

@@ -12,7 +12,7 @@ from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.config.sampling_params import TOKEN_ID_FIELDS
 from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
-from paceline.target_features import NO_OUTPUT, needed_features
+from paceline.target_features import FULL_PROMPT, NO_OUTPUT, needed_features
 from paceline.target_labels import parse_labels
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import InvalidRequestError
@@ -62,6 +62,8 @@ async def build_requests(
             prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls))
         sampling = build_sampling(body, description, grammar, bad_words, parsing.gate)
         features = _features(body, sampling, labels, model)
+        if body.output_limit[1] == 0 and description.max_model_len in map(len, prompts):
+            features |= _full_prompt(body, labels | features, model)
         _check_special_spaces(body, model)
         _check_prompt_log_probs(body, prompts)
     base = GenerationRequest(
@@ -214,6 +216,20 @@ def _features(
         message = f"{name}: no target that is up can do it: its build is too old, or its engine does not have it"
         raise InvalidRequestError(message, param=name)
     return needed
+
+
+def _full_prompt(body: GenerationBody, needed: frozenset[str], model: ServedModel) -> frozenset[str]:
+    """What the target of a prompt that fills the context must be able to do beside what is needed anyway.
+
+    Raises `InvalidRequestError` if none can.
+    """
+    if not model.fleet.has_capable_target(needed | {FULL_PROMPT}):
+        raise InvalidRequestError(
+            "the prompt fills the context: no target that is up can compute it without room for one token more",
+            param=body.prompt_field,
+            code="context_length_exceeded",
+        )
+    return frozenset({FULL_PROMPT})
 
 
 def _grammar_field(body: GenerationBody) -> str:
