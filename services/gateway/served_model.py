@@ -99,8 +99,6 @@ class ServedModel:
         `output` has processed the deltas before. Closing the generator cancels the request at its target. Raises an
         `ApiError` if the request cannot be served.
         """
-        if request.choice == 0:
-            client.count_tokens(len(request.prompt), "prompt")
         with self.metrics.track(self.model) as metrics:
             limits = self.capacity.limits
             run = FailoverRequest(self.fleet, request, limits.resume_s, metrics, self.tracing, before)
@@ -155,6 +153,8 @@ class ServedModel:
             with self.counting_rejections():
                 self.description()
                 self.queue.acquire(len(tokens))
+            if not earlier:  # the prompts were counted before the first delta
+                client.count_tokens(sum(len(each.prompt) for each in requests if each.choice == 0), "prompt")
             sizes: defaultdict[int, list[int]] = defaultdict(list)  # by prompt
             try:
                 outputs = {

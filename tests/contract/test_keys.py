@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
 from paceline.cli.app import main
+from paceline.core.messages import Delta
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.common_pb2 import FINISH_REASON_CANCELLED
 from paceline_services.gateway.api_errors import OverloadedError, RateLimitError
@@ -209,6 +210,26 @@ async def test_a_request_refused_as_it_begins_costs_nothing() -> None:
         capacity.in_flight -= capacity.limits.max_in_flight
         assert len([each async for each in model.generate_all(requests, client)]) > 0
         assert client.headers["x-ratelimit-remaining-tokens"] == str(1000 - 4 - 4 * 5)
+
+
+async def test_a_request_that_goes_on_costs_what_is_new() -> None:
+    """Its earlier gateway has counted the prompts, also of completions that had no token yet."""
+    client = ApiClient(entry(tokens_per_minute=1000), clock=lambda: 0.0)
+
+    async def before(*deltas: tuple[int, Delta]) -> AsyncGenerator[tuple[int, Delta]]:
+        for each in deltas:
+            yield each
+
+    async with open_stack(counts) as stack:
+        body = CompletionBody.model_validate({"prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 5})
+        requests = await build_requests(body, stack.model, "r", client, {})
+        first = counts(requests[1])[:1]
+        async for _ in stack.model.generate_all(requests, client, before((1, Delta("r-1", [*first])))):
+            pass
+        assert client.headers["x-ratelimit-remaining-tokens"] == str(1000 - (4 * 5 - 1))
+        async for _ in stack.model.generate_all(requests, client, before()):
+            pass  # a response in the background begins so
+        assert client.headers["x-ratelimit-remaining-tokens"] == str(1000 - (4 * 5 - 1) - (4 + 4 * 5))
 
 
 async def test_requests_at_once(stack: Stack, keys: Keys) -> None:
