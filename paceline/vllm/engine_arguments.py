@@ -77,6 +77,8 @@ def _drafts(
         return {}
     if (strategy := config.strategy.name) != "coupled":
         raise ValueError(f"vLLM verifies by coupled draws, not by {strategy}")
+    if config.draft_schedule != "streamed":
+        raise ValueError("draft_schedule in --speculative-config has no meaning to vLLM")
     if config.draft_placement == "target":
         raise ValueError(
             'vLLM drafts in its own process by its own methods: --vllm-options \'{"engine_args": '
@@ -88,7 +90,6 @@ def _drafts(
         "redis_url": redis_url,
         "lookups": config.beside,
         "hidden_state_layers": layers,
-        "draft_schedule": config.draft_schedule,
         "row_budget": config.row_budget,
     }
     if not (redis_url or config.beside or os.environ.get(DRAFTS_VARIABLE)):

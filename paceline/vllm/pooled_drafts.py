@@ -73,8 +73,8 @@ class PooledDrafts:
         max_model_len: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`links` are opened again after each fault. `config`: lookups, schedule, and most draft tokens of a
-        step."""
+        """`links` are opened again after each fault. `config`: lookups, most draft tokens of a step, and
+        whether their rows must pay."""
         self._links = links
         self._config = config
         self._vocabulary_size = vocabulary_size
@@ -141,15 +141,14 @@ class PooledDrafts:
         self._proposed, self._proposed_rows = None, 0
         self._called_at = self._returned_at = self._best_unverified = 0.0
         self._client = self._links.open()
-        lockstep = self._config.draft_schedule == "lockstep"
         self._manager = DraftManager(
             self._client,
             [LocalDraftClient(each) for each in build_lookups(self._config)],
             self._strategy,
-            make_draft_schedule(concurrent=True, lockstep=lockstep, cost=self._cost, clock=self._clock),
+            make_draft_schedule(concurrent=True, lockstep=False, cost=self._cost, clock=self._clock),
             self._vocabulary_size,
             self._clock,
-            gated=self._config.row_budget and not lockstep,
+            gated=self._config.row_budget,
         )
 
     def _stop(self) -> None:

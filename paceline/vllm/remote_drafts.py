@@ -95,6 +95,5 @@ def pooled_drafts(settings: RemoteDraftsSettings, facts: TargetFacts, depth: int
         settings.hidden_state_layers,
     )
     fixed = {"method": "pool", "beside": settings.lookups, "num_speculative_tokens": depth, "max_tree_nodes": depth}
-    schedule = {"draft_schedule": settings.draft_schedule, "row_budget": settings.row_budget}
-    config = SpeculativeConfig.model_validate({**settings.lookup_settings, **schedule, **fixed})
+    config = SpeculativeConfig.model_validate({**settings.lookup_settings, **fixed, "row_budget": settings.row_budget})
     return PooledDrafts(PoolLinks(options), config, facts.vocabulary_size, facts.max_model_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -30,10 +30,9 @@ class RemoteDraftsSettings(Settings):
     hidden_state_layers: tuple[int, ...] = Field(
         (), description="layers whose hidden states draft workers read, ascending; for CoupledWorker only"
     )
-    draft_schedule: Literal["streamed", "lockstep"] = Field(
-        "streamed", description="lockstep: a step waits for the whole depth of its drafts; for comparisons"
+    row_budget: bool = Field(
+        True, description="false: draft always and verify all of it, whatever it costs; for comparisons"
     )
-    row_budget: bool = Field(True, description="false: vLLM verifies all that is drafted, whatever it costs")
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None

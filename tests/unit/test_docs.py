@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 
@@ -57,3 +58,9 @@ def named_functions(text: str) -> list[tuple[str, str]]:
 def named_files(text: str) -> list[str]:
     """Without names to be chosen, which are in capitals."""
     return re.findall(r"`((?:paceline|paceline_lab|services|tests|proto|deploy|loadtests)/[a-z\d_./-]+\.\w+)`", text)
+
+
+def test_the_example_of_a_parameter_applies_to_the_code_as_it_is() -> None:
+    """If it does not: apply it by hand, run its tests, and write it again with `git diff -U2`."""
+    example = "docs/examples/epsilon_cutoff.diff"
+    subprocess.run(["git", "apply", "--check", example], cwd=house.ROOT, check=True)

@@ -366,9 +366,7 @@ def test_no_more_tokens_than_pay() -> None:
     assert sum(map(len, vllm.proposed)) < DEPTH
 
 
-@pytest.mark.parametrize(
-    ("given", "most"), [({}, 0), ({"row_budget": False, "draft_schedule": "lockstep"}, DEPTH)], ids=["paused", "steady"]
-)
+@pytest.mark.parametrize(("given", "most"), [({}, 0), ({"row_budget": False}, DEPTH)], ids=["paused", "steady"])
 def test_for_comparisons_a_draft_goes_on_though_it_does_not_pay(given: dict[str, Any], most: int) -> None:
     vllm, _ = FakeVllm.cold(OracleClient(error=1), **given)
     vllm.rows = [[1, 2, 3]]

@@ -59,11 +59,10 @@ def test_drafts_come_from_the_pool() -> None:
     assert read.lookup_settings["suffix_decoding_max_spec_factor"] == 2.0
 
 
-def test_a_comparison_s_schedule_is_vllm_s_too() -> None:
-    steady = {"draft_schedule": "lockstep", "row_budget": False}
-    asked = arguments(speculation=SpeculativeConfig(method="pool", **steady))
-    read = RemoteDraftsSettings.read(asked["additional_config"])
-    assert (read.draft_schedule, read.row_budget) == ("lockstep", False)
+@pytest.mark.parametrize("row_budget", [True, False])
+def test_drafts_have_the_row_budget_of_the_configuration(row_budget: bool) -> None:
+    asked = arguments(speculation=SpeculativeConfig(method="pool", row_budget=row_budget))
+    assert RemoteDraftsSettings.read(asked["additional_config"]).row_budget is row_budget
 
 
 def test_a_head_reads_the_layers_that_are_named() -> None:
@@ -92,6 +91,7 @@ def test_other_additional_settings_stay() -> None:
         ),
         ({"speculation": SpeculativeConfig(method="pool", rejection_sampling_strategy="residual")}, "not by residual"),
         ({"speculation": SpeculativeConfig(method="pool", synthetic_acceptance_rate=0.5)}, "not by synthetic"),
+        ({"speculation": SpeculativeConfig(method="pool", draft_schedule="lockstep")}, "draft_schedule in --spec"),
         ({"speculation": SpeculativeConfig(method="pool"), "redis_url": None}, "no draft workers: give --redis-url"),
         ({"speculation": SpeculativeConfig(method="ngram", draft_placement="target")}, "--vllm-options"),
     ],

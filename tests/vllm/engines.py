@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 TARGET = str(family.path("pydoc"))
 DEPTH = 5
-STEADY = {"draft_schedule": "lockstep", "row_budget": False}
-"""What is drafted does not depend on the load of the machine."""
+STEADY = {"row_budget": False}
+"""Drafts neither pause nor shrink where they do not pay, as on a busy machine."""
 COUPLED = {"worker_cls": "paceline.vllm.coupled_worker.CoupledWorker", "async_scheduling": False}
 
 Batch = Sequence[tuple[str, Mapping[str, Any]]]

@@ -30,7 +30,8 @@ BATCH = [
 
 def test_it_starts_with_a_compiled_model() -> None:
     """vLLM then runs its samplers without any request, to measure its memory."""
-    outputs, _ = generate(BATCH[:2], enforce_eager=False, **COUPLED, **drafting("127.0.0.1:1"))
+    traced = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}  # without Inductor's minute
+    outputs, _ = generate(BATCH[:2], **traced, **COUPLED, **drafting("127.0.0.1:1"))
     assert len(outputs) == 2
 
 
@@ -40,7 +41,7 @@ def test_sampled_tokens_do_not_depend_on_drafts() -> None:
         outputs, (accepted, _) = generate(BATCH, **COUPLED, **drafting(worker.address, lookups=["ngram"], **STEADY))
     different = [index for index, pair in enumerate(zip(plain, outputs, strict=True)) if pair[0] != pair[1]]
     assert different == []
-    print("ACC", accepted); assert accepted > 100
+    assert accepted > 300
     assert len({tuple(tokens) for tokens in plain}) > 50
 
 
@@ -55,5 +56,4 @@ def test_a_head_on_another_machine_reads_hidden_states() -> None:
             engine.go_on()
             outputs, (accepted, drafted) = [first, engine.outputs()], engine.accepted()
     assert outputs == [plain, plain]
-    print("ACC", accepted, drafted)
-    assert accepted > 0.7 * drafted > 20, "how many are drafted depends on the load of the machine"
+    assert 0.4 * drafted < accepted > 1500
