@@ -293,12 +293,12 @@ class Engine:
         deltas: list[Delta] = []
         if not is_finite(output.logits):
             batch, logits, prompt_logits, deltas = self._fail_not_finite(batch, logits, prompt_logits)
-        drawn = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
+        new_tokens = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
         prompt_log_probs = score_prompts(batch, prompt_logits)
         seconds = self._clock() - start
         for each in batch:
             self._record_compute(each, start, seconds)
-        return deltas + self._commit_all(batch, logits, drawn, prompt_log_probs)
+        return deltas + self._commit_all(batch, logits, new_tokens, prompt_log_probs)
 
     def _fail_not_finite(
         self, batch: Sequence[ScheduledRequest], logits: Tensor, prompt_logits: Tensor
@@ -340,15 +340,15 @@ class Engine:
         self,
         batch: Sequence[ScheduledRequest],
         logits: Tensor,
-        drawn: Sequence[list[int]],
+        new_tokens: Sequence[list[int]],
         prompt_log_probs: Sequence[list[PromptLogProbs]],
     ) -> list[Delta]:
-        """`drawn`: for each request that draws, in order, its accepted tokens and the bonus token.
+        """`new_tokens`: for each request that draws, in order, its accepted tokens and the bonus token.
 
         `prompt_log_probs`: what each request of the batch sends of its prompt.
         """
         deltas = []
-        row, tokens = 0, iter(drawn)  # `row`: the first row of the next request in `logits`
+        row, tokens = 0, iter(new_tokens)  # `row`: the first row of the next request in `logits`
         for scheduled, scores in zip(batch, prompt_log_probs, strict=True):
             if self.hidden_layers:
                 self._send_hidden_states(scheduled)
@@ -365,13 +365,13 @@ class Engine:
             deltas.append(delta)
         return deltas
 
-    def _commit(self, scheduled: ScheduledRequest, drawn: Sequence[int], logits: Tensor, row: int) -> Delta:
-        """`drawn`: accepted tokens and the bonus token. `row`: the root's row in `logits`; its nodes' rows follow."""
+    def _commit(self, scheduled: ScheduledRequest, new_tokens: Sequence[int], logits: Tensor, row: int) -> Delta:
+        """`new_tokens`: accepted tokens, the bonus token. `row`: of the root in `logits`; those of its nodes follow."""
         request = scheduled.request
-        tokens, reason = request.truncate_at_end(drawn)
+        tokens, reason = request.truncate_at_end(new_tokens)
         path = request.tree.match(tokens)  # may end with a node without a row that the bonus token has confirmed
         # With `residual` the last token may be an accepted guess that had no row: it counts as the bonus token.
-        accepted_nodes = path[: len(drawn) - 1]
+        accepted_nodes = path[: len(new_tokens) - 1]
         self._record_acceptance(scheduled, tokens, path, len(accepted_nodes))
         # The last token becomes the root, whose row is yet to be run: it keeps no slot, be it an accepted node's.
         drawn_at = self._keep_accepted(scheduled, accepted_nodes[: len(tokens) - 1])
