@@ -45,8 +45,9 @@ PRODUCTS = (*PARALLEL, "pard")
 """Their trees are products of one distribution per depth."""
 MASKED = ("peagle", "dflash", "pard")
 """Of a guess's path their rules of sampling see only that it is there."""
-TOLERANCES = {"medusa": 1e-4, "mlp_speculator": 1e-4, "eagle": 5e-3}
-"""Measured for EAGLE-1: 1.6e-3, of logits up to 80."""
+TOLERANCES = {"medusa": 1e-4, "mlp_speculator": 1e-4, "eagle": 2e-2}
+"""Measured for EAGLE-1, of logits up to 80: 1.6e-3 on an AMD EPYC, 5.9e-3 on an Intel Xeon. Its states have no norm
+between the steps, so each step multiplies rounding errors by about 35."""
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
