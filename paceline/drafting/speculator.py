@@ -57,8 +57,9 @@ class Context:
 class Commit:
     """Tokens that the target drew after the root at `base_position`; the last one is the new root.
 
-    The first `accepted` of them are draft tokens. `hidden_states`, if the speculator needs them, are [tokens, layers,
-    hidden size] of the positions `base_position` and on: the states that the tokens were drawn from.
+    The first `accepted` of them are draft tokens; 0 if several steps drew them. `hidden_states`, if the speculator
+    needs them, are [tokens, layers, hidden size] of the positions `base_position` and on: the states that the tokens
+    were drawn from.
     """
 
     request_id: int
@@ -122,7 +123,7 @@ class Speculator(ABC):
     def limit(self, limit: Limit) -> None:
         """Change the limits of a request's tree; unknown ids are ignored.
 
-        Commits of a paused request still arrive. Its growth is ignored.
+        Commits of a paused request still arrive, of many steps at a time. Its growth is ignored.
         """
 
     @abstractmethod

@@ -11,8 +11,8 @@ class DraftGate:
     """Pauses one draft while it does not pay, judged by all its requests together.
 
     A draft pays by the draft tokens that a step accepts per request, less the tokens that drafting costs. If the moving
-    average falls below `pause_below`, the draft's requests are paused: the draft receives their commits and computes
-    nothing. A request whose own average is above `pause_below` stays unpaused.
+    average falls below `pause_below`, the draft's requests are paused: the draft receives their commits, many
+    at a time, and computes nothing. A request whose own average is above `pause_below` stays unpaused.
 
     After some steps the draft is probed: the paused request with the best average, the *probe*, is resumed. If the
     average rises above `RESUME_ABOVE`, all requests are resumed; if it falls again, the next pause is twice as long.

@@ -17,6 +17,8 @@ DRAFT_RETRY_S = 0.5
 """How often a request without a draft looks for one."""
 MAX_IDLE_GATES = 256
 """Gates kept for drafts without requests."""
+MAX_HELD_TOKENS = 64
+"""So many tokens of a paused request go to its draft at a time: a message for each step costs both machines more."""
 
 
 class DraftManager:
@@ -70,6 +72,7 @@ class DraftManager:
         for request in seeking:
             request.tree.forget_ids()
             request.hidden_states_sent = 0
+            request.held_commits.clear()  # the opening has their tokens
             request.draft = self._draft_client.open(self._opening(request), request.draft_addresses)
             request.retry_draft_at = now + DRAFT_RETRY_S
             if request.draft is not None:
@@ -83,16 +86,20 @@ class DraftManager:
     def context(self, context: Context) -> None:
         self._draft_client.context(context)
 
-    def commit(self, commit: Commit) -> None:
-        self._draft_client.commit(commit)
+    def commit(self, request: DraftedRequest, commit: Commit) -> None:
+        """Tell drafts what a step committed. A paused draft is told later, many tokens at a time."""
+        request.held_commits.append(commit)
+        if not request.paused or sum(len(held.tokens) for held in request.held_commits) >= MAX_HELD_TOKENS:
+            self._send_held(request)
         for lookup in self._lookup_clients:
             lookup.commit(commit)
 
-    def close(self, key: int) -> None:
-        self._leave_gate(key)
-        self._draft_client.close(key)
+    def close(self, request: DraftedRequest) -> None:
+        self._send_held(request)  # drafts learn from the last tokens, too
+        self._leave_gate(request.key)
+        self._draft_client.close(request.key)
         for lookup in self._lookup_clients:
-            lookup.close(key)
+            lookup.close(request.key)
 
     def flush(self) -> None:
         """Send all messages queued for the draft. Lookups queue none."""
@@ -164,7 +171,13 @@ class DraftManager:
     def _opening(self, request: DraftedRequest) -> Opening:
         return request.opening(self._strategy, self._schedule.depth_factor, self._schedule.least_path_probability)
 
+    def _send_held(self, request: DraftedRequest) -> None:
+        if request.held_commits:
+            self._draft_client.commit(merged(request.held_commits))
+            request.held_commits.clear()
+
     def _send_limit(self, request: DraftedRequest) -> None:
+        self._send_held(request)
         self._draft_client.limit(request.limit(self._schedule.depth_factor, self._schedule.least_path_probability))
 
     def _gate_for(self, draft: str) -> DraftGate:
@@ -179,3 +192,11 @@ class DraftManager:
     def _leave_gate(self, key: int) -> None:
         if gate := self._gate_of.pop(key, None):
             gate.remove(key)
+
+
+def merged(commits: Sequence[Commit]) -> Commit:
+    """Commits that follow each other as one. Only a single one has hidden states."""
+    first, *rest = commits
+    if not rest:
+        return first
+    return Commit(first.request_id, first.base_position, [token for each in commits for token in each.tokens], 0)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from paceline.core.messages import GenerationRequest, SpeculationStats
 from paceline.core.policy.calibration import Calibration
 from paceline.core.tree import TokenTree
-from paceline.drafting.speculator import Limit, Opening
+from paceline.drafting.speculator import Commit, Limit, Opening
 
 OWN_DRAFT_SOURCE = 0
 """The source, in trees, of nodes from a request's own draft. Lookup drafts in this process have the next numbers."""
@@ -39,6 +39,8 @@ class DraftedRequest:
         self.draft: str | None = None
         self.hidden_states_sent = 0
         """Positions whose hidden states the draft has."""
+        self.held_commits: list[Commit] = []
+        """Commits that the draft, which is paused, was not told yet. They have no hidden states."""
         self.lookups_opened = False
         """Whether the lookup drafts know the request."""
         self.paused = False

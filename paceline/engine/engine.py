@@ -177,8 +177,8 @@ class Engine:
 
     def reset(self) -> None:
         """Forget every request and all slots without final deltas, after a step failed half-way."""
-        for key in self._requests:
-            self._draft_manager.close(key)
+        for request in self._requests.values():
+            self._draft_manager.close(request)
         self._draft_manager.flush()
         self._requests.clear()
         self._keys.clear()
@@ -270,7 +270,7 @@ class Engine:
     def _remove(self, request: Request, *, cached: bool = True) -> None:
         self._scheduler.finish(request, cached=cached)
         del self._requests[request.key], self._keys[request.id]
-        self._draft_manager.close(request.key)
+        self._draft_manager.close(request)
 
     # One forward pass.
 
@@ -408,7 +408,7 @@ class Engine:
         from_draft = [request.tree.sources[node] for node in accepted_nodes].count(OWN_DRAFT_SOURCE)
         self._draft_manager.record_accepted(request, from_draft)
         hidden_states = self._commit_hidden_states(request, base)
-        self._draft_manager.commit(Commit(request.key, base, tokens, len(accepted_nodes), hidden_states))
+        self._draft_manager.commit(request, Commit(request.key, base, tokens, len(accepted_nodes), hidden_states))
 
     def _record_acceptance(
         self, scheduled: ScheduledRequest, tokens: Sequence[int], path: Sequence[int], accepted_count: int

@@ -161,7 +161,7 @@ class PooledDrafts:
         called_at, waited_s = self._clock(), self._manager.waited_s
         rows, forgotten = self._batch.update(sampled, lengths, token_ids)
         for request in forgotten:
-            self._manager.close(request.key)
+            self._manager.close(request)
         requests = [request for request, _ in rows]
         drawing = [request for request, drawn in zip(requests, sampled, strict=True) if drawn]
         for request, missing in rows:
@@ -233,7 +233,7 @@ class PooledDrafts:
         request.tokens += drawn
         request.tree.commit(drawn)
         self._manager.record_accepted(request, from_draft)
-        self._manager.commit(Commit(request.key, base, list(drawn), min(accepted, len(path)), states))
+        self._manager.commit(request, Commit(request.key, base, list(drawn), min(accepted, len(path)), states))
 
     def _observe_step(self, requests: Sequence[ChainRequest], only_draws: bool, called_at: float) -> None:
         """Judge the drafts. Learn what the last step cost, unless it computed prompts or had other requests."""

@@ -20,6 +20,7 @@ from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient, PollResult
 from paceline.engine.draft_gate import DraftGate
+from paceline.engine.draft_manager import MAX_HELD_TOKENS
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.engine import NOT_FINITE_ERROR, Engine
 from paceline.model.model import ModelOutput
@@ -74,10 +75,17 @@ class Script(NoDraftClient):
 class Guesser(Script):
     """Sends `width` nodes for every root, all with the same log-probability. By default none is the right token."""
 
-    def __init__(self, *names: str, width: int = 1, claim: float = 0.99, hit: Callable[[int], bool] | None = None):
+    def __init__(
+        self,
+        *names: str,
+        width: int = 1,
+        claim: float = 0.99,
+        hit: Callable[[int], bool] | None = None,
+        output: int = LONG,
+    ) -> None:
         """`hit`: whether the first node has the right token, by the number of output tokens before it."""
         super().__init__(*names)
-        self.expected = answer()
+        self.expected = answer(output)
         self._width, self._claim, self._hit = width, claim, hit
         self._next_id, self._done = 1, 0
 
@@ -534,13 +542,43 @@ class TestCosts:
 
 class TestDraftGate:
     def test_a_useless_draft_is_paused_and_probed(self) -> None:
-        script, steps = Guesser(), list[StepStats]()
-        result = served(engine(script), generation_request(output=LONG), steps=steps)["a"]
+        script = Guesser()
+        result = served(engine(script), generation_request(output=LONG))["a"]
         assert result.tokens == script.expected
         limits = [limit.max_nodes for limit in script.of(Limit)[:3]]
         assert limits == [0, script.of(Opening)[0].max_nodes, 0]
-        paused = [step for step in steps if step.nodes_received and not step.nodes_grafted]
-        assert len(paused) > DraftGate.MIN_PAUSE_STEPS - 2, "growth of a paused draft is dropped"
+
+    def test_growth_on_its_way_to_a_paused_request_is_dropped(self) -> None:
+        script = Guesser()
+        target = engine(script)
+        target.submit(generation_request(output=LONG))
+        while not script.of(Limit):
+            target.step()
+            assert target.last_step.nodes_received == target.last_step.nodes_grafted
+        target.step()
+        assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (1, 0)
+
+    def test_a_paused_draft_gets_commits_later(self) -> None:
+        """Many tokens at a time, and all of them before it is resumed or closed. Lookup drafts are not paused."""
+        own, lookup = Guesser(output=2 * LONG), Script()
+        result = served(engine(own, lookups=[lookup]), generation_request(output=2 * LONG))["a"]
+        lengths, paused = {True: list[int](), False: list[int]()}, False
+        for message in own.messages:
+            if isinstance(message, Limit):
+                paused = message.max_nodes == 0
+            elif isinstance(message, Commit):
+                lengths[paused].append(len(message.tokens))
+        assert set(lengths[False]) == {1}
+        first, *full, last = lengths[True]
+        assert (first, full) == (DraftGate.MIN_PAUSE_STEPS, [MAX_HELD_TOKENS] * 2)
+        assert 0 < last < MAX_HELD_TOKENS
+        for each in (own, lookup):
+            commits = each.of(Commit)
+            assert [token for commit in commits for token in commit.tokens] == result.tokens
+            assert [commit.base_position for commit in commits] == [
+                4 + sum(len(earlier.tokens) for earlier in commits[:number]) for number in range(len(commits))
+            ]
+        assert [len(commit.tokens) for commit in lookup.of(Commit)] == [1] * (2 * LONG)
 
     def test_the_next_request_of_a_paused_draft_is_paused(self) -> None:
         script = Guesser()
@@ -558,9 +596,12 @@ class TestDraftGate:
         target.submit(generation_request(output=LONG))
         while not script.of(Limit):
             target.step()
+        for _ in range(3):
+            target.step()
         script.next = PollResult(lost=[1])
         target.step()
         first, second = script.of(Opening)
+        assert script.of(Commit)[-1].base_position == len(second.tokens) - 1, "the opening has the tokens before it"
         assert second.max_nodes == first.max_nodes > 0
         assert second.max_depth == first.max_depth > 0
         assert len(script.of(Limit)) == 1, "the other draft is not judged yet"
