@@ -73,8 +73,10 @@ def _torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Te
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, GROUP)
 
     def product(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return y
+        # oneDNN sums one float32 row alone in another order, from some width between 1,024 and 1,536 on (torch 2.13).
+        rows = torch.cat([x, x]) if len(x) == 1 else x
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+        return y[: len(x)]
 
     return partial(chunked_product, product)
 

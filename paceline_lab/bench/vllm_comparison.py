@@ -2,6 +2,7 @@
 
 - `plain`, `ngram`, `draft_model`, `eagle3`: vLLM's own methods, as in `bench peers`
 - `pool`: `RemoteDrafts` and a draft worker with the same draft model; `pool + suffix`: and suffix decoding in vLLM
+- `coupled pool`: as `pool`, with `CoupledWorker`. At a temperature its draws are ours: `equal` says nothing then.
 - `useless pool`: a draft that guesses wrong; `dead pool`: none where it should be
 
 vLLM computes on the CPU, in the environment of `make test-vllm`. The draft worker shares the machine with it: where
@@ -53,8 +54,10 @@ from paceline_lab.peers.peer_process import PeerError, PeerProcess
 VLLM = "vllm"
 OWN = ("ngram", "draft_model", "eagle3")
 """vLLM's methods."""
-POOL, POOL_SUFFIX, USELESS, DEAD = "pool", "pool + suffix", "useless pool", "dead pool"
-METHODS = (PLAIN, *OWN, POOL, POOL_SUFFIX, USELESS, DEAD)
+POOL, POOL_SUFFIX, COUPLED = "pool", "pool + suffix", "coupled pool"
+POOLS = (POOL, POOL_SUFFIX, COUPLED)
+USELESS, DEAD = "useless pool", "dead pool"
+METHODS = (PLAIN, *OWN, *POOLS, USELESS, DEAD)
 START_S = 60.0
 
 
@@ -104,11 +107,12 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     found = {}
     for load, batch in dict.fromkeys((row["load"], row["batch"]) for row in rows):
         of = {method: speeds[load, batch, method] for method in METHODS if (load, batch, method) in speeds}
-        pool = max((of[name] for name in (POOL, POOL_SUFFIX) if name in of), default=None)
+        pool = max((of[name] for name in POOLS if name in of), default=None)
         own = max((of[name] for name in (PLAIN, *OWN) if name in of), default=None)
         ratios = {
             "best pool / vllm best": (pool, own),
             "pool / vllm draft_model": (of.get(POOL), of.get("draft_model")),
+            "coupled pool / vllm draft_model": (of.get(COUPLED), of.get("draft_model")),
             "best pool / plain": (pool, of.get(PLAIN)),
             "useless pool / plain": (of.get(USELESS), of.get(PLAIN)),
             "dead pool / plain": (of.get(DEAD), of.get(PLAIN)),
@@ -210,13 +214,15 @@ class _Starter:
         addresses = {
             POOL: self.pools["useful"],
             POOL_SUFFIX: self.pools["useful"],
+            COUPLED: self.pools["useful"],
             USELESS: self.pools["useless"],
             DEAD: f"{LOOPBACK}:1",
         }
         if method not in addresses:
             return {}
         lookups = ["suffix"] if method == POOL_SUFFIX else []
-        return {"additional_config": {"paceline": {"drafts": [addresses[method]], "lookups": lookups}}}
+        worker = {"worker_cls": "paceline.vllm.coupled_worker.CoupledWorker"} if method == COUPLED else {}
+        return {"additional_config": {"paceline": {"drafts": [addresses[method]], "lookups": lookups}}} | worker
 
 
 @contextmanager

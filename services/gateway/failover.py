@@ -1,4 +1,4 @@
-"""One request across targets: submit it, yield its deltas, resume on another target when a target dies or drains.
+"""One request across targets: submit it, yield its deltas, replay it at another target when a target dies or drains.
 
 What happens when a target dies is told step by step, with the function of each step, in `docs/architecture.md` under
 "A target dies in the middle of a response".
@@ -42,7 +42,7 @@ class FailoverRequest:
     same distribution. A target with other numerics takes over only if none whose context holds the request has
     the same; a warning is logged.
 
-    When an engine dies, any of its requests may be the cause. Each of them is resumed in the quarantine of its next
+    When an engine dies, any of its requests may be the cause. Each of them is replayed in the quarantine of its next
     target, one at a time, so that the next death identifies the cause.
     """
 

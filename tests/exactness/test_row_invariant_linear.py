@@ -41,14 +41,18 @@ def test_rows_do_not_depend_on_how_many_there_are(weight: Tensor, dtype: torch.d
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize(("width", "columns"), [(64, 192), (4096, 1024)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_few_rows_are_as_many(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_as_many(
+    dtype: torch.dtype, width: int, columns: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heads read hidden states a few rows at a time, without padding."""
     if not native:
         monkeypatch.setattr(layers, "NativeProduct", Mock(side_effect=NativeUnavailableError("switched off")))
     generator = torch.Generator().manual_seed(1)
-    product = Linear(torch.randn(192, 64, generator=generator).to(dtype), biases=[torch.zeros(192, dtype=dtype)])
-    x = torch.randn(64, 64, generator=generator).to(dtype)
+    weight = torch.randn(columns, width, generator=generator).to(dtype)
+    product = Linear(weight, biases=[torch.zeros(columns, dtype=dtype)])
+    x = torch.randn(64, width, generator=generator).to(dtype)
     for rows in range(1, 10):
         assert torch.equal(product(x[:rows]), product(x)[:rows])
 

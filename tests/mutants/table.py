@@ -339,6 +339,21 @@ MUTANTS = (
         ("contract/test_target_labels.py",),
     ),
     Mutant(
+        "a paused draft that a request left is told its tokens again by the next one",
+        "paceline/engine/draft_manager.py",
+        "            request.held_commits.clear()  # the opening has their tokens\n",
+        "",
+        ENGINE,
+    ),
+    Mutant(
+        "a paused draft is resumed without the tokens that it was not told",
+        "paceline/engine/draft_manager.py",
+        """        self._send_held(request)
+        self._draft_client.limit(""",
+        "        self._draft_client.limit(",
+        ENGINE,
+    ),
+    Mutant(
         "without native code a product sums by its number of rows",
         "paceline/model/layers.py",
         "return partial(chunked_product, product)",

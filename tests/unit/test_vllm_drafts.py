@@ -375,6 +375,20 @@ def test_for_comparisons_a_draft_goes_on_though_it_does_not_pay(given: dict[str,
     assert [len(tokens) for tokens in vllm.proposed] == [most]
 
 
+@pytest.mark.parametrize(("given", "paused"), [({}, True), ({"row_budget": False}, False)], ids=["default", "steady"])
+def test_vllm_s_user_may_ask_for_such_a_draft(
+    given: dict[str, Any], paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = OracleClient(error=1)
+    monkeypatch.setattr(remote_drafts, "PoolLinks", lambda options: Links(client))
+    settings = RemoteDraftsSettings.read({"paceline": {"drafts": ["a:1"], **given}})
+    vllm = FakeVllm(remote_drafts.pooled_drafts(settings, TargetFacts("", VOCABULARY, 512, True), DEPTH), Clock())
+    vllm.rows = [[1, 2, 3]]
+    for _ in range(100):
+        vllm.step()
+    assert bool(client.limits) is paused
+
+
 @pytest.mark.parametrize("fault", [PipeClosedError(), KeyError("a bug")], ids=["links", "bug"])
 def test_a_fault_costs_drafts_for_a_while_and_nothing_else(fault: Exception) -> None:
     vllm, links = FakeVllm.warm(OracleClient())
