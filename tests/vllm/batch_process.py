@@ -19,7 +19,9 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True}
+ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True}
+"""In bfloat16, 5 of the tests' 24 prompts have other greedy tokens alone than in a batch of 8, without any drafts, on a
+CPU with AMX: its kernels sum by the number of rows. In float32 none has."""
 
 
 def main() -> None:

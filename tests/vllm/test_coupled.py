@@ -31,7 +31,7 @@ BATCH = [
 def test_it_starts_with_a_compiled_model() -> None:
     """vLLM then runs its samplers without any request, to measure its memory."""
     traced = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}  # without Inductor's minute
-    outputs, _ = generate(BATCH[:2], **traced, **COUPLED, **drafting("127.0.0.1:1"))
+    outputs, _ = generate(BATCH[:2], dtype="bfloat16", **traced, **COUPLED, **drafting("127.0.0.1:1"))
     assert len(outputs) == 2
 
 

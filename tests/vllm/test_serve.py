@@ -35,7 +35,7 @@ def server() -> Iterator[str]:
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        options = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"]
+        options = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"]
         names = ["--served-model-name", "pydoc", "--host", "127.0.0.1", "--port", str(port)]
         # Not `vllm serve`: it looks for a package of its own name, and the one for CPUs has another.
         serve = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", TARGET]
