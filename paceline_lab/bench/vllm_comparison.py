@@ -6,7 +6,8 @@
 - `useless pool`: a draft that guesses wrong; `dead pool`: none where it should be
 
 vLLM computes on the CPU, in the environment of `make test-vllm`. The draft worker shares the machine with it: where
-target and draft have no cores of their own, what the draft computes lengthens vLLM's steps. Sizes, loads, turns and
+target and draft have no cores of their own, what the draft computes lengthens vLLM's steps. `--threads 1` leaves the
+draft a core, as a draft worker on another machine has, and vLLM's own methods one less. Sizes, loads, turns and
 `equal` are those of `bench peers`. `propose_ms`: the median time of `RemoteDrafts.propose` with one request, waits for
 growth left out.
 """
@@ -63,13 +64,17 @@ START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class VllmBenchOptions:
-    """`python`: of an environment with vLLM and paceline. `folder`: models, logs and compiled code."""
+    """`python`: of an environment with vLLM and paceline. `folder`: models, logs and compiled code.
+
+    `threads`: of each vLLM. None: as many as make plain decoding fastest.
+    """
 
     python: Path
     sizes: Collection[str] = SIZES
     loads: Collection[str] = (CODE, "code-0.8", "questions")
     methods: Collection[str] = METHODS
     repeats: int = 3
+    threads: int | None = None
     eager: bool = False
     folder: Path = Path(".venv-peers")
 
@@ -181,8 +186,9 @@ class _Starter:
     stack: ExitStack
 
     def plain(self, prompt: Sequence[int]) -> tuple[int, PeerProcess]:
-        """Plain decoding, and the number of threads that makes it fastest."""
-        tried = {threads: self.process(PLAIN, threads) for threads in sorted({1, len(os.sched_getaffinity(0))})}
+        """Plain decoding, and the number of threads of all engines."""
+        counts = {self.options.threads} if self.options.threads else {1, len(os.sched_getaffinity(0))}
+        tried = {threads: self.process(PLAIN, threads) for threads in sorted(counts)}
         seconds = {threads: plain_seconds(process, prompt) for threads, process in tried.items()}
         best = min(seconds, key=lambda threads: seconds[threads])
         for threads, process in tried.items():
