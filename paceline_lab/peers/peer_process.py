@@ -1,7 +1,8 @@
 """An engine's process for the benchmark: one line per request, and stopped between requests.
 
 Threads of a BLAS or OpenMP runtime spin for a while after each call. So a process gets SIGSTOP whenever it has no
-request: only the measured engine uses a core.
+request: only the measured engine uses a core. Its children go on: a stopped link to a draft worker is cut after five
+seconds, and the next request would begin without drafts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C does not reach it; signals reach its children
+                start_new_session=True,  # Ctrl-C does not reach it
             )
 
     @property
@@ -63,7 +64,7 @@ class PeerProcess:
         return dict(self._exchange({"figures": True}, ANSWER_S)["figures"])
 
     def close(self) -> None:
-        self._signal(signal.SIGKILL)
+        self._kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -79,7 +80,7 @@ class PeerProcess:
             requests.write(json.dumps(line).encode() + b"\n")
             requests.flush()
             if not select.select([responses], [], [], most_s)[0]:
-                self._signal(signal.SIGKILL)  # a late response would be taken for the next request's
+                self._kill()  # a late response would be taken for the next request's
                 raise PeerError(f"{self.name} gave no answer in {most_s:.0f} s")
             response = json.loads(responses.readline() or b"null")
         except OSError as error:
@@ -93,5 +94,9 @@ class PeerProcess:
         return dict(response)
 
     def _signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)  # does nothing once it has ended
+
+    def _kill(self) -> None:
+        """Its children, too."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+            os.killpg(self._process.pid, signal.SIGKILL)

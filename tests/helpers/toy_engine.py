@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from paceline_lab.peers.peer_worker import LoadedEngine, Setup, Tokens, serve
 def load(setup: Setup) -> LoadedEngine:
     if "broken" in setup:
         raise ValueError("nothing to load")
+    figures = {"loads": 1.0}
+    if "child" in setup:
+        figures["child"] = subprocess.Popen(["sleep", "60"]).pid
 
     def plain(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
         return [list(range(prompt[-1] + 1, prompt[-1] + 1 + count)) for prompt in prompts]
@@ -27,7 +31,7 @@ def load(setup: Setup) -> LoadedEngine:
         time.sleep(0.2)
         return plain(prompts, temperature, seed, count)
 
-    return LoadedEngine({"plain": plain, "refusing": refusing, "dying": dying, "slow": slow}, lambda: {"loads": 1})
+    return LoadedEngine({"plain": plain, "refusing": refusing, "dying": dying, "slow": slow}, lambda: figures)
 
 
 if __name__ == "__main__":

@@ -43,13 +43,25 @@ def engine(tmp_path: Path) -> Iterator[PeerProcess]:
     assert not Path(f"/proc/{process.pid}").exists()
 
 
-def is_stopped(engine: PeerProcess) -> bool:
+def state(process: int) -> str:
+    """A letter, as in proc(5). Z if it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def becomes(process: int, letter: str) -> bool:
     """Waits: a signal takes its time to arrive."""
     for _ in range(500):
-        if Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+        if state(process) == letter:
             return True
         time.sleep(0.01)
     return False
+
+
+def is_stopped(engine: PeerProcess) -> bool:
+    return becomes(engine.pid, "T")
 
 
 def test_an_engine_responds_line_by_line_and_is_stopped_between_requests(engine: PeerProcess) -> None:
@@ -64,6 +76,16 @@ def test_an_engine_responds_line_by_line_and_is_stopped_between_requests(engine:
     assert 0.2 <= seconds < 2, "it measures its own call"
     assert engine.figures() == {"loads": 1}
     assert is_stopped(engine)
+
+
+def test_a_child_goes_on_while_its_engine_is_stopped(engine: PeerProcess) -> None:
+    """Such as the process of the links to draft workers."""
+    engine.start({"child": True})
+    child = int(engine.figures()["child"])
+    assert is_stopped(engine)
+    assert becomes(child, "S")
+    engine.close()
+    assert becomes(child, "Z")
 
 
 def test_an_engine_says_why_it_cannot_load(engine: PeerProcess) -> None:
