@@ -74,7 +74,7 @@ def _torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Te
 
     def product(x: Tensor) -> Tensor:
         # oneDNN sums one float32 row alone in another order, from some width between 1,024 and 1,536 on (torch 2.13).
-        rows = torch.cat([x, x]) if len(x) == 1 else x
+        rows = torch.cat([x, x]) if len(x) == 1 and x.dtype == torch.float32 else x
         y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
         return y[: len(x)]
 

@@ -339,19 +339,26 @@ MUTANTS = (
         ("contract/test_target_labels.py",),
     ),
     Mutant(
-        "a paused draft that a request left is told its tokens again by the next one",
+        "a request that moves to another draft sends it commits from before its opening",
         "paceline/engine/draft_manager.py",
         "            request.held_commits.clear()  # the opening has their tokens\n",
         "",
         ENGINE,
     ),
     Mutant(
-        "a paused draft is resumed without the tokens that it was not told",
+        "a paused draft is resumed before it has the commits that were held back",
         "paceline/engine/draft_manager.py",
         """        self._send_held(request)
         self._draft_client.limit(""",
         "        self._draft_client.limit(",
         ENGINE,
+    ),
+    Mutant(
+        "without native code one float32 row alone is summed in another order",
+        "paceline/model/layers.py",
+        "torch.cat([x, x]) if len(x) == 1 and x.dtype == torch.float32 else x",
+        "x",
+        ("exactness/test_row_invariant_linear.py",),
     ),
     Mutant(
         "without native code a product sums by its number of rows",

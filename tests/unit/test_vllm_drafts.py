@@ -376,7 +376,7 @@ def test_for_comparisons_a_draft_goes_on_though_it_does_not_pay(given: dict[str,
 
 
 @pytest.mark.parametrize(("given", "paused"), [({}, True), ({"row_budget": False}, False)], ids=["default", "steady"])
-def test_vllm_s_user_may_ask_for_such_a_draft(
+def test_row_budget_in_additional_config_reaches_the_drafts(
     given: dict[str, Any], paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = OracleClient(error=1)
