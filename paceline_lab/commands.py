@@ -95,7 +95,7 @@ def methods(only: Methods = None, device: Device = "cpu") -> None:
 @bench.command()
 def passes(
     device: Device = "cpu",
-    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened")] = None,
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped, widened or 'random 8B'")] = None,
 ) -> None:
     """Milliseconds of the target's passes, by their number of rows."""
     from paceline_lab.bench import pass_times

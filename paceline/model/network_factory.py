@@ -74,20 +74,18 @@ def _native_or_torch(
         made = _native(name, native, check, lambda: make_cache(head_width(heads)))
         if made is not None:
             return made
-    attention = TorchAttention.best(make_cache())
-    while True:
+    for attention in TorchAttention.ways(make_cache()):
         try:
             by = by_torch(attention)
             check(by)
         except (RuntimeError, ValueError) as error:
-            simpler = attention.simpler()
-            if simpler is None:
+            if attention.kernel is None:
                 raise
             log_once(f"{name} without {attention.name}: {error}")
-            attention = simpler
         else:
             attention.cache.attention_name = attention.name
             return by, attention.cache
+    raise AssertionError("the last way is torch's operators")
 
 
 def _native(

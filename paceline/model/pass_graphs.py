@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.attention import KVCache
-from paceline.model.flash_attention import FlashAttention, FlashPass
+from paceline.model.paged_attention import PagedAttention, PagedPass
 from paceline.model.rows import Row
 
 GRAPH_ROWS = (8, 16, 24, 32, 48, 64)
@@ -55,16 +55,16 @@ class PassGraphs:
     @torch.inference_mode()
     def __init__(
         self,
-        forward: Callable[[FlashPass], Outputs],
+        forward: Callable[[PagedPass], Outputs],
         cache: KVCache,
-        attention: FlashAttention,
+        attention: PagedAttention,
         longest: int,
         windows: Sequence[int],
         capture: Capture,
     ) -> None:
         """`longest`: positions of a path. `windows`: of the network's layers."""
-        self._start = partial(FlashPass.of, cache, attention)
-        memory = FlashPass.empty(cache, attention, GRAPH_ROWS[-1], longest, windows)
+        self._start = partial(PagedPass.of, cache, attention)
+        memory = PagedPass.empty(cache, attention, GRAPH_ROWS[-1], longest, windows)
         self._passes = {size: memory.first(size) for size in GRAPH_ROWS}
         self._graphs = {}
         for size, this in reversed(self._passes.items()):  # the largest first: the others fit into its memory

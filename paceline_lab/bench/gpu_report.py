@@ -19,17 +19,21 @@ import torch
 from rich.console import Console
 
 from paceline.launcher import StartError
-from paceline.model.flash_attention import MODULE
+from paceline.model.paged_attention import FLASH_ATTN, FLASH_ATTN_MODULE, TRITON
+from paceline.model.torch_attention import TORCH
+from paceline_lab.bench import pass_times
 
 LAST_LINES = 20
 LONGEST_S = 3600.0
 """A step that takes longer is killed."""
 WAYS: Mapping[str, Mapping[str, str]] = {
-    "graphs": {},
-    "flash-attn": {"PACELINE_CUDA_GRAPHS": "0"},
-    "torch": {"PACELINE_FLASH_ATTENTION": "0"},
+    "flash-attn, graphs": {"PACELINE_ATTENTION": FLASH_ATTN},
+    "flash-attn": {"PACELINE_ATTENTION": FLASH_ATTN, "PACELINE_CUDA_GRAPHS": "0"},
+    "triton, graphs": {"PACELINE_ATTENTION": TRITON},
+    "triton": {"PACELINE_ATTENTION": TRITON, "PACELINE_CUDA_GRAPHS": "0"},
+    "torch": {"PACELINE_ATTENTION": TORCH},
 }
-"""Environments of the figures. Without flash-attn all three are torch."""
+"""Environments of the figures."""
 
 
 def steps(device: str) -> dict[str, tuple[list[str], Mapping[str, str]]]:
@@ -41,8 +45,10 @@ def steps(device: str) -> dict[str, tuple[list[str], Mapping[str, str]]]:
         "doctor": ([paceline, "doctor", "--engine-config", engine], {}),
     }
     for way, environment in WAYS.items():
-        for name in ("passes", "methods"):
-            found[f"{name}, {way}"] = ([paceline, "bench", name, "--device", device], environment)
+        if _has_flash_attention() or FLASH_ATTN not in environment.values():
+            sizes = [word for size in pass_times.SIZES for word in ("--sizes", size)]
+            found[f"passes, {way}"] = ([paceline, "bench", "passes", "--device", device, *sizes], environment)
+    found["methods"] = ([paceline, "bench", "methods", "--device", device], {})
     return found
 
 
@@ -56,9 +62,13 @@ def run(console: Console, device: str) -> dict[str, Any]:
     return {
         "device": name,
         "torch": torch.__version__,
-        "flash_attn_3": importlib.util.find_spec(MODULE) is not None,
+        "flash_attn_3": _has_flash_attention(),
         "steps": done,
     }
+
+
+def _has_flash_attention() -> bool:
+    return importlib.util.find_spec(FLASH_ATTN_MODULE) is not None
 
 
 def _device_name(device: str) -> str:

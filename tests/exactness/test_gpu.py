@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from paceline import family
 from paceline.config import EngineConfig, SamplingParams
 from paceline.llm import LLM
 from paceline.model.attention import AttentionOptions, Heads, KVCache, TorchPass
-from paceline.model.flash_attention import MODULE, FlashPass, find_flash_attention
 from paceline.model.loading import load
 from paceline.model.model import Model
+from paceline.model.paged_attention import FLASH_ATTN, FLASH_ATTN_MODULE, TRITON, PagedPass, find_kernels
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import TILE, Row, SlotTable
+from paceline.model.torch_attention import TORCH
 from paceline_lab.bench.gpu_report import WAYS
 
 pytestmark = [
@@ -28,18 +30,27 @@ GPU = "cuda:0"
 ENGINE = {"device": GPU, "slots": 4096}
 
 
+KERNELS = [FLASH_ATTN, TRITON]
+
+
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With CUDA graphs, with flash-attn alone, and without both."""
-    if request.param != "torch":
-        needs_flash_attention()
+    """With each kernel, with and without CUDA graphs, and by torch's operators."""
     for name, value in WAYS[request.param].items():
+        needs(value)
         monkeypatch.setenv(name, value)
     return str(request.param)
 
 
-def needs_flash_attention() -> None:
-    if importlib.util.find_spec(MODULE) is None:
+@pytest.fixture
+def way_of_a_kernel(way: str) -> str:
+    if way == TORCH:
+        pytest.skip("torch's products depend on the number of rows")
+    return way
+
+
+def needs(kernel: str) -> None:
+    if kernel == FLASH_ATTN and importlib.util.find_spec(FLASH_ATTN_MODULE) is None:
         pytest.skip("flash-attn 3 is not installed")
 
 
@@ -54,19 +65,24 @@ def rows_of(start: int, count: int, first_slot: int) -> list[Row]:
 
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("options", [AttentionOptions(0.1), AttentionOptions(0.1, 40), AttentionOptions(0.1, 0, 5.0)])
-def test_flash_attention_attends_as_torch_does(options: AttentionOptions, size: int) -> None:
-    needs_flash_attention()
-    heads, device, dtype = Heads(2, 4, size), torch.device(GPU), torch.bfloat16
+@pytest.mark.parametrize(
+    ("package", "dtype", "tolerance"),
+    [(FLASH_ATTN, torch.bfloat16, 0.02), (TRITON, torch.bfloat16, 0.02), (TRITON, torch.float32, 1e-4)],
+)
+def test_kernels_attend_as_torch_does(
+    package: str, dtype: torch.dtype, tolerance: float, options: AttentionOptions, size: int
+) -> None:
+    needs(package)
+    heads, device = Heads(2, 4, size), torch.device(GPU)
     cache = KVCache(1, 1000, heads, dtype, device)
     cache.data.normal_(generator=torch.Generator(GPU).manual_seed(1))
-    kernel = find_flash_attention(heads, dtype, device)
-    assert kernel is not None
+    [kernel] = find_kernels(heads, dtype, device, package)
     trunk = SlotTable(range(1, 2 * TILE + 9))
     rows = [*rows_of(TILE + 3, 5, 400), *(trunk.branch_row(5, [300 + n]) for n in range(6))]
     given = [torch.randn(16, n, size, device=device, dtype=dtype) for n in (8, 2, 2)]
-    ours = FlashPass.of(cache, kernel, rows).attend(*given, 0, options)[: len(rows)]
+    ours = PagedPass.of(cache, kernel.attend, rows).attend(*given, 0, options)[: len(rows)]
     expected = TorchPass.of(cache, rows).attend(*given, 0, options)[: len(rows)]
-    torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_gpu_computes_what_the_cpu_computes(way: str) -> None:
@@ -77,12 +93,14 @@ def test_a_gpu_computes_what_the_cpu_computes(way: str) -> None:
     assert float(errors.median()) < 0.02, way
 
 
-def test_rows_do_not_depend_on_other_rows(way: str) -> None:
-    assert is_row_invariant(model()), way
+def test_rows_do_not_depend_on_other_rows(way_of_a_kernel: str) -> None:
+    assert is_row_invariant(model()), way_of_a_kernel
 
 
-def test_a_graph_computes_what_its_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_flash_attention()
+@pytest.mark.parametrize("package", KERNELS)
+def test_a_graph_computes_what_its_kernels_compute(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(package)
+    monkeypatch.setenv("PACELINE_ATTENTION", package)
     graphs = model()
     monkeypatch.setenv("PACELINE_CUDA_GRAPHS", "0")
     kernels = model()
@@ -100,8 +118,10 @@ def test_a_pass_does_not_wait_for_the_gpu(way: str) -> None:
     this.run(rows_of(0, 2 * TILE, 1), [])
     this.run(rows, [0, 7])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         this.run(rows, [0, 7], [1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -109,11 +129,11 @@ def test_a_pass_does_not_wait_for_the_gpu(way: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", [{"method": "ngram"}, {"method": "draft_model", "model": DRAFT}])
-def test_drafts_change_no_token(method: dict[str, Any], temperature: float, way: str) -> None:
+def test_drafts_change_no_token(method: dict[str, Any], temperature: float, way_of_a_kernel: str) -> None:
     llm = LLM(TARGET, engine_config=ENGINE, speculative_config={**method, "draft_placement": "target"})
     sampling = SamplingParams(temperature=temperature, seed=3, max_tokens=96)
     prompts = ["def add(a, b):\n", "class Stack:\n    def push(self, item):\n"]
     plain = llm.generate(prompts, sampling, speculative=False)
     drafted = llm.generate(prompts, sampling)
-    assert [each.tokens for each in drafted] == [each.tokens for each in plain], way
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain], way_of_a_kernel
     assert sum(sum(each.speculation.accepted_by_depth) for each in drafted) > 0

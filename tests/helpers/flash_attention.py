@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.model import flash_attention, torch_attention
+from paceline.model import paged_attention, torch_attention
+from paceline.model.paged_attention import FLASH_ATTN, AttentionKernel
 from paceline.model.pass_graphs import Outputs
 
 
@@ -108,5 +109,6 @@ def capture(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
 
 def use_stand_ins(patch: pytest.MonkeyPatch) -> None:
     """For models that are made meanwhile."""
-    patch.setattr(flash_attention, "find_flash_attention", lambda *_: flash_attn_with_kvcache)
+    kernel = AttentionKernel(FLASH_ATTN, flash_attn_with_kvcache)
+    patch.setattr(paged_attention, "find_kernels", lambda *_: [kernel])
     patch.setattr(torch_attention, "CudaCapture", lambda device: capture)

@@ -36,7 +36,8 @@ REASONING = ("unit/test_reasoning_gate.py", "exactness/test_reasoning_grammar.py
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
-FLASH = ("unit/test_flash_attention.py",)
+FLASH = ("unit/test_paged_attention.py",)
+TRITON = ("unit/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
@@ -404,35 +405,56 @@ MUTANTS = (
     ),
     Mutant(
         "flash-attn: a window is one position too long",
-        "paceline/model/flash_attention.py",
+        "paceline/model/paged_attention.py",
         "first = max(0, row.position + 1 - window) if window else 0",
         "first = max(0, row.position - window) if window else 0",
         FLASH,
     ),
     Mutant(
         "flash-attn: rows without a prefix take its log-sum-exp",
-        "paceline/model/flash_attention.py",
+        "paceline/model/paged_attention.py",
         "torch.where(tables.has_prefix, prefix_weight.T, -torch.inf)",
         "prefix_weight.T",
         FLASH,
     ),
     Mutant(
         "flash-attn: sums are split by the number of rows",
-        "paceline/model/flash_attention.py",
+        "paceline/model/paged_attention.py",
         "num_splits=1,\n",
         "num_splits=0,\n",
         FLASH,
     ),
     Mutant(
+        "Triton: a larger score leaves earlier sums as they are",
+        "paceline/model/triton_attention.py",
+        "result = result * kept[:, None] + tl.dot(",
+        "result = result + tl.dot(",
+        TRITON,
+    ),
+    Mutant(
+        "Triton: slots after the end of a path are seen",
+        "paceline/model/triton_attention.py",
+        'score = tl.where(seen[None, :], score, -float("inf"))',
+        "score = score + 0.0",
+        TRITON,
+    ),
+    Mutant(
+        "Triton: a program has the rows of the next sequence",
+        "paceline/model/triton_attention.py",
+        "is_query = query_of < count * QUERIES_PER_KV",
+        "is_query = query_of < count * QUERIES_PER_KV + 1",
+        TRITON,
+    ),
+    Mutant(
         "a CUDA graph keeps the runs of an earlier pass",
-        "paceline/model/flash_attention.py",
+        "paceline/model/paged_attention.py",
         "        self.run_starts.fill_(len(self.tails))\n",
         "",
         FLASH,
     ),
     Mutant(
         "a CUDA graph keeps the tails of an earlier pass",
-        "paceline/model/flash_attention.py",
+        "paceline/model/paged_attention.py",
         "            (self.tails, other.tails),\n",
         "",
         FLASH,

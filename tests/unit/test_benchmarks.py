@@ -27,7 +27,7 @@ from paceline.grammar import grammar_from_schema
 from paceline.launcher import StartError
 from paceline.llm import Completion
 from paceline.text import Tokenizer
-from paceline_lab.bench import gpu_report, method_comparison, pass_times, scaling, step_profile
+from paceline_lab.bench import gpu_report, method_comparison, pass_times, random_checkpoint, scaling, step_profile
 from paceline_lab.bench.bench_measurement import PLAIN
 from paceline_lab.bench.method_comparison import LIMITS, MAX_TOKENS, REPETITIONS, ComparedMethod, measure, methods, row
 from paceline_lab.bench.step_profile import PARTS, HardwareFloor, ProfileCase, Stopwatch, blocks, read
@@ -446,6 +446,17 @@ def test_passes_are_measured_by_their_rows() -> None:
     assert max(found["ms"]) == 64
     assert 0 < found["ms"][1] <= found["ms"][64]
     assert "cpu" in found["numerics"]
+
+
+def test_passes_of_a_random_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"vocab_size": 5000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(random_checkpoint, "SHAPE", {**random_checkpoint.SHAPE, **small, **heads})
+    found = pass_times.run(Console(quiet=True), "cpu", [pass_times.RANDOM])["passes"][pass_times.RANDOM]
+    layer = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256
+    bytes_of_weights = 2 * (2 * 5000 * 256 + 2 * layer + 256)
+    assert 0 <= found["weight_bytes"] - bytes_of_weights < 4096, "beside them the file has their names"
+    assert found["ms"][1] > 0
 
 
 def test_a_step_that_fails_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,21 @@ from types import ModuleType
 import pytest
 import torch
 
-from paceline.model import flash_attention
+from paceline.model import paged_attention
 from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, TorchPass
 from paceline.model.decoder import layer_of
-from paceline.model.flash_attention import MODULE, FlashPass, attend_once, find_flash_attention
 from paceline.model.layer_weights import RotaryTables
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.network_factory import make_network
+from paceline.model.paged_attention import (
+    FLASH_ATTN,
+    FLASH_ATTN_MODULE,
+    TRITON,
+    AttentionKernel,
+    PagedPass,
+    attend_once,
+    find_kernels,
+)
 from paceline.model.pass_graphs import GRAPH_ROWS, PassGraphs
 from paceline.model.rows import TILE, Row, SlotTable
 from paceline.model.torch_attention import TorchAttention
@@ -76,16 +84,16 @@ def test_both_attend_alike(window: int, sinks: torch.Tensor | None, softcap: flo
     for seed in range(12):
         rows = random_rows(seed, 64)
         expected = attended(TorchPass.of(cache, rows), len(rows), options)
-        found = attended(FlashPass.of(cache, flash_attn_with_kvcache, rows), len(rows), options)
+        found = attended(PagedPass.of(cache, flash_attn_with_kvcache, rows), len(rows), options)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_memory_of_a_graph_keeps_nothing_of_earlier_passes(cache: KVCache) -> None:
-    memory = FlashPass.empty(cache, flash_attn_with_kvcache, GRAPH_ROWS[-1], LONGEST, WINDOWS)
+    memory = PagedPass.empty(cache, flash_attn_with_kvcache, GRAPH_ROWS[-1], LONGEST, WINDOWS)
     for seed in range(60):
         size = random.Random(seed).choice(GRAPH_ROWS)
         rows = random_rows(seed, size)
-        this = FlashPass.of(cache, flash_attn_with_kvcache, rows, size)
+        this = PagedPass.of(cache, flash_attn_with_kvcache, rows, size)
         memory.first(size).load(this)
         for window in WINDOWS:
             options = AttentionOptions(0.2, window)
@@ -99,7 +107,7 @@ def test_the_memory_of_a_graph_keeps_nothing_of_earlier_passes(cache: KVCache) -
 def test_rows_are_padded_to_the_next_graph(cache: KVCache) -> None:
     sizes: list[int] = []
 
-    def forward(this: FlashPass) -> list[torch.Tensor]:
+    def forward(this: PagedPass) -> list[torch.Tensor]:
         sizes.append(len(this.tokens))
         return [this.tokens * 2]
 
@@ -117,28 +125,32 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn beside an H100, whose kernel computes nothing here."""
-    module = ModuleType(MODULE)
-    module.__spec__ = ModuleSpec(MODULE, None)
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, MODULE, module)
+    """flash-attn and Triton beside an H100, whose kernels compute nothing here."""
+    for name in (FLASH_ATTN_MODULE, TRITON, OURS):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.flash_attn_with_kvcache = name  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash_attention, "attend_once", lambda *_: None)
+    monkeypatch.setattr(paged_attention, "attend_once", lambda *_: None)
+
+
+OURS = "paceline.model.triton_attention"
+BY_FLASH, BY_TRITON = AttentionKernel(FLASH_ATTN, FLASH_ATTN_MODULE), AttentionKernel(TRITON, OURS)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("installed")
-def test_flash_attention_is_taken_where_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_taken_where_they_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.bfloat16
-    assert find_flash_attention(HEADS, half, CUDA) is flash_attn_with_kvcache
-    for heads, dtype, device in (
-        (HEADS, half, torch.device("cpu")),
-        (HEADS, torch.float32, CUDA),
-        (Heads(2, 2, 264), half, CUDA),
-        (Heads(2, 2, 36), half, CUDA),
-    ):
-        assert find_flash_attention(heads, dtype, device) is None
+    assert list(find_kernels(HEADS, half, CUDA)) == [BY_FLASH, BY_TRITON]
+    assert list(find_kernels(HEADS, half, CUDA, FLASH_ATTN)) == [BY_FLASH]
+    assert list(find_kernels(HEADS, half, CUDA, TRITON)) == [BY_TRITON]
+    assert list(find_kernels(HEADS, torch.float32, CUDA)) == [BY_TRITON]
+    assert list(find_kernels(Heads(2, 2, 36), half, CUDA)) == [BY_TRITON]
+    assert list(find_kernels(Heads(2, 2, 264), half, CUDA)) == []
+    assert list(find_kernels(HEADS, half, torch.device("cpu"))) == []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert find_flash_attention(HEADS, half, CUDA) is None
+    assert list(find_kernels(HEADS, half, CUDA)) == [BY_TRITON]
 
 
 @pytest.mark.usefixtures("installed")
@@ -146,29 +158,31 @@ def test_flash_attention_is_taken_where_it_can_compute(monkeypatch: pytest.Monke
 def test_a_build_that_fails_is_left_out(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: object) -> None:
-        raise error
+    def fails(kernel: object, *_: object) -> None:
+        if kernel == FLASH_ATTN_MODULE:
+            raise error
 
-    monkeypatch.setattr(flash_attention, "attend_once", fails)
-    assert find_flash_attention(HEADS, torch.bfloat16, CUDA) is None
-    assert str(error) in caplog.text
+    monkeypatch.setattr(paged_attention, "attend_once", fails)
+    assert list(find_kernels(HEADS, torch.bfloat16, CUDA)) == [BY_TRITON]
+    assert f"{FLASH_ATTN} is left out: {error}" in caplog.text
 
 
-def test_flash_attention_that_is_not_installed_is_not_asked_for() -> None:
-    if importlib.util.find_spec(MODULE) is None:
-        assert find_flash_attention(HEADS, torch.bfloat16, CUDA) is None
+def test_packages_that_are_not_installed_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert list(find_kernels(HEADS, torch.bfloat16, CUDA)) == []
 
 
 def test_the_first_call_of_a_kernel_is_one_that_passes_make() -> None:
     attend_once(flash_attn_with_kvcache, HEADS, torch.float32, torch.device("cpu"))
 
 
-def test_variables_switch_it_off(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_leave_ways_out(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
     use_stand_ins(monkeypatch)
     assert [each.name for each in ways(cache)] == [*WITH_GRAPHS, ""]
     monkeypatch.setenv("PACELINE_CUDA_GRAPHS", "0")
     assert [each.name for each in ways(cache)] == [WITH_GRAPHS[1], ""]
-    monkeypatch.setenv("PACELINE_FLASH_ATTENTION", "0")
+    monkeypatch.setenv("PACELINE_ATTENTION", "torch")
     monkeypatch.delenv("PACELINE_CUDA_GRAPHS")
     assert [each.name for each in ways(cache)] == [""]
 
@@ -178,14 +192,10 @@ WITH_GRAPHS = [f"flash_attn_3 of an unknown version{graphs}" for graphs in (", C
 
 def ways(cache: KVCache) -> list[TorchAttention]:
     """What is tried, one after another."""
-    found: list[TorchAttention] = []
-    attention: TorchAttention | None = TorchAttention.best(cache)
-    while attention is not None:
-        found.append(attention)
-        attention = attention.simpler()
+    found = list(TorchAttention.ways(cache))
     rows = [SlotTable([1]).row(7, 0)]
     for each in found:
-        assert isinstance(each.start_pass(rows), FlashPass if each.flash else TorchPass)
+        assert isinstance(each.start_pass(rows), PagedPass if each.kernel else TorchPass)
         assert (each.capture(lambda this: [this.tokens], LONGEST, [0]) is not None) == each.graphs
     return found
 

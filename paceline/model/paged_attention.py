@@ -1,7 +1,8 @@
-"""Attention over rows by flash-attn 3, which reads keys and values where they are, through tables of slots.
+"""Attention over rows on a GPU, by kernels that read keys and values where they are, through tables of slots.
 
-flash-attn 3 (`flash_attn_interface` of https://github.com/Dao-AILab/flash-attention) takes pages of any size: here a
-page is one slot. flash-attn 2 takes pages of 256 positions at least, so it is not used.
+The kernel is that of flash-attn 3 (`flash_attn_interface` of https://github.com/Dao-AILab/flash-attention) where it is
+installed, or ours (`paceline.model.triton_attention`). flash-attn 3 takes pages of any size: here a page is one slot.
+flash-attn 2 takes pages of 256 positions at least, so it is not used.
 
 A row attends in the two parts of `paceline.model.rows`. In the call for tails each row is a sequence of its own, whose
 table lists its path, so that a tree needs no mask. In the call for prefixes adjacent rows with the same prefix are one
@@ -15,10 +16,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,38 +30,54 @@ from paceline.model.rows import EMPTY_PREFIX, GROUP, NULL_SLOT, TILE, Prefix, Ro
 
 log = logging.getLogger(__name__)
 
-MODULE = "flash_attn_interface"
+FLASH_ATTN, TRITON = "flash_attn_3", "triton"
+"""Packages that have a kernel, the better one first."""
+FLASH_ATTN_MODULE = "flash_attn_interface"
 LARGEST_HEAD = 256
 HOPPER = 9
 """Compute capability of the GPUs that flash-attn 3 is made for."""
-FlashAttention = Callable[..., Any]
-"""`flash_attn_with_kvcache` of flash-attn 3."""
+PagedAttention = Callable[..., Any]
+"""`flash_attn_with_kvcache` of flash-attn 3, or ours."""
 
 
-def find_flash_attention(heads: Heads, dtype: torch.dtype, device: torch.device) -> FlashAttention | None:
-    """None if flash-attn 3 is not installed, is not made for this GPU, or does not compute with these heads."""
-    fits = heads.head_size % 8 == 0 and heads.head_size <= LARGEST_HEAD
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not fits:
-        return None
-    # Its kernels for Hopper end the process on other GPUs.
-    if importlib.util.find_spec(MODULE) is None or torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return None
-    try:
-        kernel: FlashAttention = importlib.import_module(MODULE).flash_attn_with_kvcache
-        attend_once(kernel, heads, dtype, device)
-    except (ImportError, OSError, RuntimeError) as error:  # another torch, or a build without what is needed here
-        log.warning("flash-attn is left out: %s", error)
-        return None
-    return kernel
+class AttentionKernel(NamedTuple):
+    """What attends, and the package that it is from."""
+
+    package: str
+    attend: PagedAttention
+
+
+def find_kernels(heads: Heads, dtype: torch.dtype, device: torch.device, wanted: str = "") -> Iterator[AttentionKernel]:
+    """What computes with these heads on this device, the best first: nothing where it is no NVIDIA GPU.
+
+    `wanted`: the only package to try; empty: both.
+    """
+    if device.type != "cuda" or heads.head_size > LARGEST_HEAD:
+        return
+    candidates = [(TRITON, TRITON, "paceline.model.triton_attention")]
+    # flash-attn's kernels for Hopper end the process on other GPUs.
+    hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
+    if hopper and heads.head_size % 8 == 0 and dtype in (torch.bfloat16, torch.float16):
+        candidates.insert(0, (FLASH_ATTN, FLASH_ATTN_MODULE, FLASH_ATTN_MODULE))
+    for package, needed, module in candidates:
+        if (wanted and wanted != package) or importlib.util.find_spec(needed) is None:
+            continue
+        try:
+            kernel: PagedAttention = importlib.import_module(module).flash_attn_with_kvcache
+            attend_once(kernel, heads, dtype, device)
+        except (ImportError, OSError, RuntimeError) as error:  # another torch, or a build without what is needed here
+            log.warning("%s is left out: %s", package, error)
+        else:
+            yield AttentionKernel(package, kernel)
 
 
 @torch.inference_mode()
-def attend_once(kernel: FlashAttention, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
+def attend_once(kernel: PagedAttention, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     """One row that attends to itself. Raises RuntimeError if the kernel cannot."""
     cache = KVCache(1, 1, heads, dtype, device)
     key = torch.zeros(GROUP, heads.kv_heads, heads.head_size, dtype=dtype, device=device)
     query = key.repeat_interleave(heads.queries_per_kv, 1)
-    FlashPass.of(cache, kernel, [SlotTable([1]).row(0, 0)]).attend(query, key, key, 0, AttentionOptions(1.0))
+    PagedPass.of(cache, kernel, [SlotTable([1]).row(0, 0)]).attend(query, key, key, 0, AttentionOptions(1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +165,11 @@ class PathTables:
 
 
 @dataclass(slots=True)
-class FlashPass:
-    """A `Pass` by flash-attn. tokens, positions, slots: int64 [R]. `tables`: by window, made when a layer asks."""
+class PagedPass:
+    """A `Pass` by such a kernel. tokens, positions, slots: int64 [R]. `tables`: by window, made when a layer asks."""
 
     cache: KVCache
-    attention: FlashAttention
+    attention: PagedAttention
     tokens: Tensor
     positions: Tensor
     slots: Tensor
@@ -160,7 +177,7 @@ class FlashPass:
     _rows: Sequence[Row] = ()
 
     @classmethod
-    def of(cls, cache: KVCache, attention: FlashAttention, rows: Sequence[Row], size: int | None = None) -> FlashPass:
+    def of(cls, cache: KVCache, attention: PagedAttention, rows: Sequence[Row], size: int | None = None) -> PagedPass:
         """`size`: rows with padding; None: the next multiple of GROUP."""
         size = size or -(-len(rows) // GROUP) * GROUP
         padding = size - len(rows)
@@ -176,21 +193,21 @@ class FlashPass:
 
     @classmethod
     def empty(
-        cls, cache: KVCache, attention: FlashAttention, size: int, longest: int, windows: Sequence[int]
-    ) -> FlashPass:
+        cls, cache: KVCache, attention: PagedAttention, size: int, longest: int, windows: Sequence[int]
+    ) -> PagedPass:
         """Memory for passes of `size` rows. Arguments: see `PathTables.empty`."""
         zeros = torch.zeros(3, size, dtype=torch.int64, device=cache.device)
         tables = {window: PathTables.empty(size, longest, cache.device) for window in windows}
         return cls(cache, attention, zeros[0], zeros[1], zeros[2], tables)
 
-    def first(self, size: int) -> FlashPass:
+    def first(self, size: int) -> PagedPass:
         """The first rows, in the same memory."""
         tables = {window: each.first(size) for window, each in self.tables.items()}
-        return FlashPass(
+        return PagedPass(
             self.cache, self.attention, self.tokens[:size], self.positions[:size], self.slots[:size], tables
         )
 
-    def load(self, other: FlashPass) -> None:
+    def load(self, other: PagedPass) -> None:
         """Copy a pass of as many rows into this one's memory."""
         self.tokens.copy_(other.tokens)
         self.positions.copy_(other.positions)
