@@ -159,9 +159,6 @@ def vllm(
     methods: Annotated[list[str] | None, typer.Option(help="as the table calls them; all by default")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prompt.")] = 3,
     python: Annotated[Path, typer.Option(help="Of an environment with vLLM.")] = Path(".venv-vllm/bin/python"),
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Of vLLM; by default as many as make plain decoding fastest.")
-    ] = None,
     *,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile the model.")] = False,
 ) -> None:
@@ -171,7 +168,7 @@ def vllm(
     def measure(console: Console) -> dict[str, Any]:
         given = {"sizes": sizes, "loads": workloads, "methods": methods}
         chosen: dict[str, Any] = {name: names for name, names in given.items() if names}
-        options = vllm_comparison.VllmBenchOptions(python, **chosen, repeats=repeats, threads=threads, eager=eager)
+        options = vllm_comparison.VllmBenchOptions(python, **chosen, repeats=repeats, eager=eager)
         return vllm_comparison.run(console, options)
 
     _measured(measure)

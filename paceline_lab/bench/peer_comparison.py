@@ -312,7 +312,7 @@ class _EngineStarter:
             threads: self._process(engine, python, threads, together)
             for threads in sorted({1, len(os.sched_getaffinity(0))})
         }
-        seconds = {threads: plain_seconds(process, prompt) for threads, process in tried.items()}
+        seconds = {threads: seconds_of(process, PLAIN, prompt) for threads, process in tried.items()}
         best = min(seconds, key=lambda threads: seconds[threads])
         for threads, process in tried.items():
             if threads != best:
@@ -341,9 +341,9 @@ class _EngineStarter:
         return process
 
 
-def plain_seconds(process: PeerProcess, prompt: Sequence[int]) -> float:
-    """Time of plain decoding, at its second run."""
-    return [process.generate(request(PLAIN, [prompt], 0.0))[1] for _ in range(2)][-1]
+def seconds_of(process: PeerProcess, method: str, prompt: Sequence[int]) -> float:
+    """Time of one greedy request, at the fastest of four runs."""
+    return min(process.generate(request(method, [prompt], 0.0))[1] for _ in range(4))
 
 
 def request(method: str, prompts: Sequence[Sequence[int]], temperature: float) -> dict[str, Any]:

@@ -5,11 +5,12 @@
 - `coupled pool`: as `pool`, with `CoupledWorker`. At a temperature its draws are ours: `equal` says nothing then.
 - `useless pool`: a draft that guesses wrong; `dead pool`: none where it should be
 
-vLLM computes on the CPU, in the environment of `make test-vllm`. The draft worker shares the machine with it: where
-target and draft have no cores of their own, what the draft computes lengthens vLLM's steps. `--threads 1` leaves the
-draft a core, as a draft worker on another machine has, and vLLM's own methods one less. Sizes, loads, turns and
-`equal` are those of `bench peers`. `propose_ms`: the median time of `RemoteDrafts.propose` with one request, waits for
-growth left out.
+vLLM computes on the CPU, in the environment of `make test-vllm`, beside the draft worker. What a draft computes on
+vLLM's cores lengthens vLLM's steps, so the pools may leave it a core: vLLM's own methods have as many threads as make
+`plain` fastest, and the pools as many as make `pool` fastest; `useless` and `dead` have those of `plain`. Suffix
+decoding keeps no finished requests: it would copy each repetition from the first. Sizes, loads, turns and `equal` are
+those of `bench peers`. `propose_ms`: the median time of `RemoteDrafts.propose` with one request, waits for growth left
+out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from paceline.cli.progress import results_kept_on_interrupt
 from paceline.config import SpeculativeConfig
 from paceline.launcher import StartError, die_with_parent
 from paceline_lab.bench.bench_measurement import PLAIN, check_names
-from paceline_lab.bench.method_comparison import prompts_of
+from paceline_lab.bench.method_comparison import SUFFIX_WITHOUT_HISTORY, prompts_of
 from paceline_lab.bench.peer_comparison import (
     BATCHES,
     CODE,
@@ -45,7 +46,7 @@ from paceline_lab.bench.peer_comparison import (
     engine_environment,
     measure_load,
     models,
-    plain_seconds,
+    seconds_of,
     warmed_up,
 )
 from paceline_lab.bench.workloads import repetitive_workloads, workloads
@@ -64,17 +65,13 @@ START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class VllmBenchOptions:
-    """`python`: of an environment with vLLM and paceline. `folder`: models, logs and compiled code.
-
-    `threads`: of each vLLM. None: as many as make plain decoding fastest.
-    """
+    """`python`: of an environment with vLLM and paceline. `folder`: models, logs and compiled code."""
 
     python: Path
     sizes: Collection[str] = SIZES
     loads: Collection[str] = (CODE, "code-0.8", "questions")
     methods: Collection[str] = METHODS
     repeats: int = 3
-    threads: int | None = None
     eager: bool = False
     folder: Path = Path(".venv-peers")
 
@@ -140,17 +137,18 @@ def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult, prop
             "useless": stack.enter_context(draft_worker(paths["target"], useless(paths["draft"]), options.folder)),
         }
         start = _Starter(size, options, paths, pools, result, stack)
-        try:
-            threads, plain = start.plain(first)
-        except PeerError as error:
-            result.leave_out(str(error))
-            return
-        processes: Processes = {(VLLM, PLAIN): plain}
-        for method in (name for name in METHODS if name in options.methods and name != PLAIN):
+        processes: Processes = {}
+        threads: dict[str, int] = {}
+        for method in (name for name in METHODS if name in {PLAIN, *options.methods}):
+            group = POOL if method in POOLS else PLAIN
             try:
-                processes[VLLM, method] = start.process(method, threads)
+                if group in threads:
+                    processes[VLLM, method] = start.process(method, threads[group])
+                else:
+                    threads[group], processes[VLLM, method] = start.fastest(method, first)
             except PeerError as error:
                 result.leave_out(f"{method}: {error}")
+        result.threads |= {f"{VLLM}, {size}, {group}": count for group, count in threads.items()}
         with result.console.status("") as status:
             for batch in BATCHES:
                 able = warmed_up(processes, first, batch, result)
@@ -185,16 +183,15 @@ class _Starter:
     result: PeerResult
     stack: ExitStack
 
-    def plain(self, prompt: Sequence[int]) -> tuple[int, PeerProcess]:
-        """Plain decoding, and the number of threads of all engines."""
-        counts = {self.options.threads} if self.options.threads else {1, len(os.sched_getaffinity(0))}
-        tried = {threads: self.process(PLAIN, threads) for threads in sorted(counts)}
-        seconds = {threads: plain_seconds(process, prompt) for threads, process in tried.items()}
-        best = min(seconds, key=lambda threads: seconds[threads])
+    def fastest(self, method: str, prompt: Sequence[int]) -> tuple[int, PeerProcess]:
+        """The number of threads that is best for a method, and a vLLM that has it. Raises `PeerError`."""
+        counts = sorted({1, len(os.sched_getaffinity(0))})
+        tried = {threads: self.process(method, threads) for threads in counts}
+        seconds = {threads: seconds_of(process, method, prompt) for threads, process in tried.items()}
+        best = min(counts, key=lambda threads: seconds[threads])
         for threads, process in tried.items():
             if threads != best:
                 process.close()
-        self.result.threads[f"{VLLM}, {self.size}"] = best
         return best, tried[best]
 
     def process(self, method: str, threads: int) -> PeerProcess:
@@ -226,9 +223,9 @@ class _Starter:
         }
         if method not in addresses:
             return {}
-        lookups = ["suffix"] if method == POOL_SUFFIX else []
+        lookups = {"lookups": ["suffix"], "lookup_settings": SUFFIX_WITHOUT_HISTORY} if method == POOL_SUFFIX else {}
         worker = {"worker_cls": "paceline.vllm.coupled_worker.CoupledWorker"} if method == COUPLED else {}
-        return {"additional_config": {"paceline": {"drafts": [addresses[method]], "lookups": lookups}}} | worker
+        return {"additional_config": {"paceline": {"drafts": [addresses[method]], **lookups}}} | worker
 
 
 @contextmanager

@@ -425,6 +425,13 @@ MUTANTS = (
         FLASH,
     ),
     Mutant(
+        "vLLM: rows whose first step was slow are never tried again",
+        "paceline/vllm/learned_cost.py",
+        "if more > bucket and mean > counted:",
+        "if more > bucket and mean > seconds * 2:",
+        ("unit/test_vllm_drafts.py",),
+    ),
+    Mutant(
         "Triton: a larger score leaves earlier sums as they are",
         "paceline/model/triton_attention.py",
         "result = result * kept[:, None] + tl.dot(",
