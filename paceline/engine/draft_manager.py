@@ -135,11 +135,15 @@ class DraftManager:
             self._graft_updates(lookup.poll(0.0), requests, source)
 
         def receive(timeout_s: float) -> bool:
-            began = self._clock()
-            updates = self._draft_client.poll(timeout_s)
+            """Until there are new nodes: the first growth after a commit may be that of the tree before."""
+            began, grafted = self._clock(), self.grafted
+            end, more = began + timeout_s, True
+            while more and self.grafted == grafted and self._clock() <= end:
+                updates = self._draft_client.poll(max(0.0, end - self._clock()))
+                self._graft_updates(updates, requests, OWN_DRAFT_SOURCE)
+                more = bool(updates) and updates.may_continue
             self.waited_s += self._clock() - began
-            self._graft_updates(updates, requests, OWN_DRAFT_SOURCE)
-            return bool(updates) and updates.may_continue
+            return more
 
         if any(request.draft_active and request.depth_allowed() > 0 for request in drawing):
             self._schedule.wait(drawing, receive)

@@ -39,6 +39,11 @@ class ChainRequest(DraftedRequest):
     def draft_addresses(self) -> Sequence[str]:
         return self._addresses()
 
+    @property
+    def max_tree_nodes(self) -> int:
+        """Enough for a path of the full depth: a draft expands several nodes in a round, each to several children."""
+        return 16 * self.max_nodes
+
     def begins(self, tokens: TokenIds, cache_salt: str) -> bool:
         """Whether a row with these tokens goes on from the request's, by its salt and its last tokens."""
         count = len(self.tokens)

@@ -425,6 +425,13 @@ MUTANTS = (
         FLASH,
     ),
     Mutant(
+        "a wait ends with the growth of an earlier tree",
+        "paceline/engine/draft_manager.py",
+        "while more and self.grafted == grafted and self._clock() <= end:",
+        "for _ in range(1):",
+        ("unit/test_vllm_drafts.py",),
+    ),
+    Mutant(
         "vLLM: rows whose first step was slow are never tried again",
         "paceline/vllm/learned_cost.py",
         "if more > bucket and mean > counted:",

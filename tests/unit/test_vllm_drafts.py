@@ -175,9 +175,39 @@ def test_all_draft_tokens_of_a_good_draft_are_accepted() -> None:
         assert all(row[i] == following(row[i - 1]) for i in range(start, len(row)))
 
 
-def test_a_tree_has_room_for_four_nodes_per_draft_token() -> None:
+def test_a_tree_has_room_for_a_path_of_the_full_depth_and_what_is_beside_it() -> None:
     _, links = FakeVllm.warm(OracleClient())
-    assert [opening.max_nodes for opening in links.client.openings] == [4 * DEPTH]
+    assert [opening.max_nodes for opening in links.client.openings] == [16 * DEPTH]
+
+
+def test_a_wait_does_not_end_with_the_growth_of_an_earlier_tree() -> None:
+    """Else waits would seem to be short, and end before the growth that they are for."""
+
+    class Busy(OracleClient):
+        """After a commit comes twice what was grown before it, then the growth for it. Nothing comes unasked."""
+
+        stale: Sequence[PollResult] = ()
+
+        def commit(self, commit: Commit) -> None:
+            before = Growth(commit.base_position, 90, [0], [1], [-3.0])
+            self.stale = (PollResult([(commit.request_id, before)], may_continue=True),) * 2
+            super().commit(commit)
+
+        def poll(self, timeout_s: float) -> PollResult:
+            takes_s = 0.0001 if self.stale else 0.001
+            vllm.clock.now += min(timeout_s, takes_s)
+            if timeout_s < takes_s:
+                return PollResult()
+            if not self.stale:
+                return super().poll(timeout_s)
+            first, *self.stale = self.stale
+            return first
+
+    vllm, _ = FakeVllm.cold(Busy(nodes=DEPTH))
+    vllm.rows = [[1, 2, 3]]
+    for _ in range(PLAIN_STEPS + 40):
+        vllm.step()
+    assert vllm.accepted >= 38 * DEPTH
 
 
 def test_a_request_may_limit_the_nodes_of_a_step() -> None:
