@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from paceline.drafting.speculator import Limit, Opening
 from paceline.engine.drafted_request import DraftedRequest
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -22,6 +23,11 @@ COMPARED_TOKENS = 64
 """The last tokens of a row, by which it is recognised."""
 MAX_ABSENT_STEPS = 50
 """A request without a row is forgotten after so many steps: it was preempted or waits, or it has ended."""
+
+
+LEAST_PATH_PROBABILITY = 0.03
+"""Of nodes that drafts should send. Where a step verifies one path, unlikelier ones beside it hardly ever become its
+continuation, take the room for deeper ones, and keep the draft busy when a commit arrives."""
 
 
 class ChainRequest(DraftedRequest):
@@ -39,10 +45,11 @@ class ChainRequest(DraftedRequest):
     def draft_addresses(self) -> Sequence[str]:
         return self._addresses()
 
-    @property
-    def max_tree_nodes(self) -> int:
-        """Enough for a path of the full depth: a draft expands several nodes in a round, each to several children."""
-        return 16 * self.max_nodes
+    def limit(self, depth_factor: int, least_path_probability: float) -> Limit:
+        return super().limit(depth_factor, max(least_path_probability, LEAST_PATH_PROBABILITY))
+
+    def opening(self, strategy: str, depth_factor: int, least_path_probability: float) -> Opening:
+        return super().opening(strategy, depth_factor, max(least_path_probability, LEAST_PATH_PROBABILITY))
 
     def begins(self, tokens: TokenIds, cache_salt: str) -> bool:
         """Whether a row with these tokens goes on from the request's, by its salt and its last tokens."""

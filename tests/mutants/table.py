@@ -432,6 +432,13 @@ MUTANTS = (
         ("unit/test_vllm_drafts.py",),
     ),
     Mutant(
+        "vLLM: drafts fill their trees with improbable nodes",
+        "paceline/vllm/batch.py",
+        "LEAST_PATH_PROBABILITY = 0.03",
+        "LEAST_PATH_PROBABILITY = 0.0",
+        ("unit/test_vllm_drafts.py",),
+    ),
+    Mutant(
         "vLLM: rows whose first step was slow are never tried again",
         "paceline/vllm/learned_cost.py",
         "if more > bucket and mean > counted:",

@@ -25,7 +25,7 @@ from paceline.engine.draft_client import DraftClient, PollResult
 from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
 from paceline.vllm import draft_links, remote_drafts
-from paceline.vllm.batch import MAX_ABSENT_STEPS
+from paceline.vllm.batch import LEAST_PATH_PROBABILITY, MAX_ABSENT_STEPS
 from paceline.vllm.draft_links import PoolLinks
 from paceline.vllm.learned_cost import LearnedRowCost
 from paceline.vllm.pooled_drafts import PLAIN_STEPS, PooledDrafts
@@ -175,9 +175,19 @@ def test_all_draft_tokens_of_a_good_draft_are_accepted() -> None:
         assert all(row[i] == following(row[i - 1]) for i in range(start, len(row)))
 
 
-def test_a_tree_has_room_for_a_path_of_the_full_depth_and_what_is_beside_it() -> None:
+def test_a_tree_has_room_for_four_nodes_per_draft_token() -> None:
     _, links = FakeVllm.warm(OracleClient())
-    assert [opening.max_nodes for opening in links.client.openings] == [16 * DEPTH]
+    assert [opening.max_nodes for opening in links.client.openings] == [4 * DEPTH]
+
+
+def test_drafts_leave_improbable_nodes_out() -> None:
+    vllm, links = FakeVllm.warm(OracleClient())
+    assert [opening.least_path_probability for opening in links.client.openings] == [LEAST_PATH_PROBABILITY] != [0.0]
+    vllm.rows = [[1, 2, 3]]
+    vllm.step()
+    request = vllm.drafts._batch.requests[max(vllm.drafts._batch.requests)]
+    assert request.limit(2, 0.5).least_path_probability == 0.5
+    assert request.limit(2, 0.0).least_path_probability == LEAST_PATH_PROBABILITY
 
 
 def test_a_wait_does_not_end_with_the_growth_of_an_earlier_tree() -> None:
