@@ -135,13 +135,16 @@ class DraftManager:
             self._graft_updates(lookup.poll(0.0), requests, source)
 
         def receive(timeout_s: float) -> bool:
-            """Until there are new nodes: the first growth after a commit may be that of the tree before."""
+            """From drafts elsewhere, until there are new nodes: the first growth after a commit may be that of the tree
+            before. A draft in this process runs one round, which may guess what lookups have guessed."""
             began, grafted = self._clock(), self.grafted
             end, more = began + timeout_s, True
-            while more and self.grafted == grafted and self._clock() <= end:
+            while more:
                 updates = self._draft_client.poll(max(0.0, end - self._clock()))
                 self._graft_updates(updates, requests, OWN_DRAFT_SOURCE)
                 more = bool(updates) and updates.may_continue
+                if not self._draft_client.concurrent or self.grafted > grafted or self._clock() >= end:
+                    break
             self.waited_s += self._clock() - began
             return more
 
