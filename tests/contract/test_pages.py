@@ -122,9 +122,14 @@ async def test_the_report_has_what_the_gateway_knows(stack: Stack) -> None:
     """Its own counts at once, those of others from the registry."""
     before = await report(stack)
     await stack.text(max_tokens=20)
+    for target in stack.targets:
+        target.decoder.hold_after = 1
     async with stack.streaming(max_tokens=100, seed=5) as events:
         await anext(events)
         running = await report(stack)
+        for target in stack.targets:
+            target.decoder.hold_after = None
+            target.decoder.gate.set()
     assert running["in_flight"] == model_of(running)["running"] == 1
     assert model_of(running)["tokens"] >= model_of(before)["tokens"] + 21, "tokens of running requests count"
     assert model_of(running)["first_tokens"] == model_of(before)["first_tokens"] + 2
