@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from paceline.drafting.speculator import Limit, Opening
 from paceline.engine.drafted_request import DraftedRequest
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -24,10 +23,8 @@ COMPARED_TOKENS = 64
 MAX_ABSENT_STEPS = 50
 """A request without a row is forgotten after so many steps: it was preempted or waits, or it has ended."""
 
-
-LEAST_PATH_PROBABILITY = 0.03
-"""Of nodes that drafts should send. Where a step verifies one path, unlikelier ones beside it hardly ever become its
-continuation, take the room for deeper ones, and keep the draft busy when a commit arrives."""
+TREE_NODES = 8
+"""Of a tree, for each draft token of a step. The draft grows it before it knows which path the step commits."""
 
 
 class ChainRequest(DraftedRequest):
@@ -45,11 +42,9 @@ class ChainRequest(DraftedRequest):
     def draft_addresses(self) -> Sequence[str]:
         return self._addresses()
 
-    def limit(self, depth_factor: int, least_path_probability: float) -> Limit:
-        return super().limit(depth_factor, max(least_path_probability, LEAST_PATH_PROBABILITY))
-
-    def opening(self, strategy: str, depth_factor: int, least_path_probability: float) -> Opening:
-        return super().opening(strategy, depth_factor, max(least_path_probability, LEAST_PATH_PROBABILITY))
+    @property
+    def max_tree_nodes(self) -> int:
+        return TREE_NODES * self.max_nodes
 
     def begins(self, tokens: TokenIds, cache_salt: str) -> bool:
         """Whether a row with these tokens goes on from the request's, by its salt and its last tokens."""

@@ -32,7 +32,6 @@ from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
 from paceline.launcher import Backoff
 from paceline.vllm.batch import Batch, ChainRequest, TokenIds
-from paceline.vllm.learned_cost import LearnedRowCost
 from paceline.vllm.row_description import RowDescription
 
 log = logging.getLogger(__name__)
@@ -89,8 +88,8 @@ class PooledDrafts:
         self._retry_at: float | None = 0.0
         """When the links are opened; None: they are open."""
         self._propose_s: deque[float] = deque(maxlen=TIMED_STEPS)
-        self._learned = LearnedRowCost()
-        self._cost = StepCost(self._learned.cost)
+        self._cost = StepCost()
+        self._measured_steps = 0
         self._node_cost = self._cost if config.row_budget else StepCost(FREE_ROWS)
         sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(config.beside))
         self._calibrations = {source: Calibration() for source in sources}
@@ -171,7 +170,7 @@ class PooledDrafts:
         self._manager.find_drafts(requests)
         self._send_hidden_states(drawing)
         self._manager.flush()
-        warm = self._learned.steps >= PLAIN_STEPS
+        warm = self._measured_steps >= PLAIN_STEPS
         self._manager.receive_growth(self._batch.requests, drawing if warm else [])
         chosen = self._choose(drawing) if warm else {}
         self._proposed = requests if len(drawing) == len(requests) else None
@@ -239,9 +238,12 @@ class PooledDrafts:
         """Judge the drafts. Learn what the last step cost, unless it computed prompts or had other requests."""
         drafted, lost = sum(request.draft_active for request in requests), 0.0
         if only_draws and requests == self._proposed:
-            if self._learned.observe(self._proposed_rows, called_at - self._returned_at):
-                self._cost.passes = self._learned.cost
-            lost = self._cost.tokens_lost(len(requests), called_at - self._called_at)
+            plain, nodes = len(requests), self._proposed_rows - len(requests)
+            self._cost.observe(self._proposed_rows, called_at - self._returned_at, nodes)
+            self._measured_steps += 1
+            # By the line: single steps differ by more than drafts cost.
+            seconds = self._cost(self._proposed_rows, nodes) + self._returned_at - self._called_at
+            lost = plain * min(seconds / self._cost(plain) - 1, StepCost.MAX_LOST_STEPS)
         self._manager.end_step(self._best_unverified, lost / drafted if drafted else 0.0)
 
     def _choose(self, drawing: Sequence[ChainRequest]) -> dict[int, list[int]]:

@@ -100,6 +100,18 @@ class TestStepCost:
         assert cost(20, 10) == pytest.approx(1 + 0.3 + 0.2, rel=0.03)
         assert cost(20) == pytest.approx(1 + 0.3, rel=0.03)
 
+    def test_without_measured_passes_a_step_is_a_line_over_its_nodes(self) -> None:
+        cost, draws = StepCost(), random.Random(4)
+        for step in range(400):
+            nodes = draws.choice([0, 0, 1, 4, 9])
+            seconds = draws.uniform(0.9, 1.1) * 0.01 + 0.0005 * nodes
+            cost.observe(8 + nodes, seconds, nodes)
+            assert step or cost(8, 0) == pytest.approx(seconds)
+        assert cost.node_overhead_s == pytest.approx(0.0005, rel=0.2)
+        assert (cost(8), cost(18, 10)) == (pytest.approx(0.01, rel=0.03), pytest.approx(0.015, rel=0.05))
+        cost.observe(8, 100.0)
+        assert cost(8) < 0.011, "a stall counts only in part"
+
     def test_equal_node_counts_determine_no_slope(self) -> None:
         cost = StepCost(FLAT)
         for _ in range(400):

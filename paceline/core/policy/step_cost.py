@@ -49,6 +49,8 @@ TIE_TOLERANCE = 1e-9
 """Rates that differ by less than this count as equal; then fewer rows are chosen."""
 FREE_ROWS = RowCost([1, 2**20], [1.0, 1.0])
 """Additional rows cost nothing: every node is worth one."""
+NOT_MEASURED = RowCost([1, 2**20], [1e-9, 1e-9])
+"""Of passes that nobody has measured."""
 
 
 class StepCost:
@@ -71,7 +73,8 @@ class StepCost:
     MAX_LOST_STEPS = 4.0
     """One step costs at most this many plain steps."""
 
-    def __init__(self, passes: RowCost) -> None:
+    def __init__(self, passes: RowCost = NOT_MEASURED) -> None:
+        """`passes`: by default the line over nodes is all that is known of a step."""
         self.passes = passes
         self.overhead_s = 0.0
         """Overhead of a step without nodes."""
@@ -121,7 +124,10 @@ class StepCost:
 
     def _overhead(self, rows: int, seconds: float, usual_s: float) -> float:
         expected = self.passes(rows)
-        return min(max(seconds - expected, 0.0), 2 * usual_s + self.OUTLIER_SHARE * expected)
+        most = 2 * usual_s + self.OUTLIER_SHARE * expected
+        if not usual_s and self.passes is NOT_MEASURED:
+            most = seconds
+        return min(max(seconds - expected, 0.0), most)
 
 
 def nodes_to_verify(
