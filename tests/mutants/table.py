@@ -432,6 +432,13 @@ MUTANTS = (
         ("unit/test_vllm_drafts.py",),
     ),
     Mutant(
+        "a draft in this process runs rounds until it guesses what lookups did not",
+        "paceline/engine/draft_manager.py",
+        "if not self._draft_client.concurrent or self.grafted > grafted",
+        "if self.grafted > grafted",
+        ("unit/test_draft_schedule.py",),
+    ),
+    Mutant(
         "vLLM: a step that was slow by chance counts as lost to drafts",
         "paceline/vllm/pooled_drafts.py",
         "seconds = self._cost(self._proposed_rows, nodes) + self._returned_at - self._called_at",

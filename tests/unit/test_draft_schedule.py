@@ -254,3 +254,9 @@ class TestManager:
         request, drafting = drafted_request(), Polled(concurrent=False, more=False)
         self.manager(drafting, FixedRounds(5)).receive_growth({1: request}, [request])
         assert drafting.polls == request.tree.size == 1
+
+    def test_a_local_draft_runs_one_round_though_lookups_have_guessed_the_same(self) -> None:
+        request, lookup, drafting = drafted_request(), Polled(concurrent=False), Polled(concurrent=False)
+        manager = DraftManager(drafting, (lookup,), "coupled", FixedRounds(1), 10, lambda: 0.0, gated=False)
+        manager.receive_growth({1: request}, [request])
+        assert lookup.polls == drafting.polls == manager.grafted == request.tree.size == 1

@@ -50,7 +50,7 @@ TIE_TOLERANCE = 1e-9
 FREE_ROWS = RowCost([1, 2**20], [1.0, 1.0])
 """Additional rows cost nothing: every node is worth one."""
 NOT_MEASURED = RowCost([1, 2**20], [1e-9, 1e-9])
-"""Of passes that nobody has measured."""
+"""The cost of passes where none was measured: next to nothing, so that all of a step is overhead."""
 
 
 class StepCost:
@@ -74,7 +74,7 @@ class StepCost:
     """One step costs at most this many plain steps."""
 
     def __init__(self, passes: RowCost = NOT_MEASURED) -> None:
-        """`passes`: by default the line over nodes is all that is known of a step."""
+        """`passes`: the cost of a pass by its rows, if it was measured."""
         self.passes = passes
         self.overhead_s = 0.0
         """Overhead of a step without nodes."""
