@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -308,16 +308,8 @@ class _EngineStarter:
         Methods that do not start are left out. Raises `PeerError` if plain decoding does not start.
         """
         together = (PLAIN,) if engine in ONE_METHOD_EACH else METHODS[engine]
-        tried = {
-            threads: self._process(engine, python, threads, together)
-            for threads in sorted({1, len(os.sched_getaffinity(0))})
-        }
-        seconds = {threads: seconds_of(process, PLAIN, prompt) for threads, process in tried.items()}
-        best = min(seconds, key=lambda threads: seconds[threads])
-        for threads, process in tried.items():
-            if threads != best:
-                process.close()
-        processes = {(engine, method): tried[best] for method in together}
+        best, process = fastest(lambda threads: self._process(engine, python, threads, together), PLAIN, prompt)
+        processes = {(engine, method): process for method in together}
         for method in METHODS[engine][len(together) :]:
             try:
                 processes[engine, method] = self._process(engine, python, best, (method,))
@@ -341,9 +333,21 @@ class _EngineStarter:
         return process
 
 
-def seconds_of(process: PeerProcess, method: str, prompt: Sequence[int]) -> float:
-    """Time of one greedy request, at the fastest of four runs."""
-    return min(process.generate(request(method, [prompt], 0.0))[1] for _ in range(4))
+def fastest(start: Callable[[int], PeerProcess], method: str, prompt: Sequence[int]) -> tuple[int, PeerProcess]:
+    """The number of threads, one or all, with which a process is fastest, and that process; the other is ended.
+
+    `start` takes a number of threads. Compared is one greedy request, at the best of four runs. Raises `PeerError`.
+    """
+    tried = {threads: start(threads) for threads in sorted({1, len(os.sched_getaffinity(0))})}
+    seconds = {
+        threads: min(process.generate(request(method, [prompt], 0.0))[1] for _ in range(4))
+        for threads, process in tried.items()
+    }
+    best = min(seconds, key=lambda threads: seconds[threads])
+    for threads, process in tried.items():
+        if threads != best:
+            process.close()
+    return best, tried[best]
 
 
 def request(method: str, prompts: Sequence[Sequence[int]], temperature: float) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """`paceline bench vllm`: vLLM with our draft pool beside vLLM with its own speculation, in one run.
 
 - `plain`, `ngram`, `draft_model`, `eagle3`: vLLM's own methods, as in `bench peers`
+- `synchronous plain`: without asynchronous scheduling, which vLLM turns off for `ngram` and all pools
+- `narrow draft_model`: with as many threads as the pools, as where the draft has a machine of its own
 - `pool`: `RemoteDrafts` and a draft worker with the same draft model; `pool + suffix`: and suffix decoding in vLLM
 - `coupled pool`: as `pool`, with `CoupledWorker`. At a temperature its draws are ours: `equal` says nothing then.
 - `useless pool`: a draft that guesses wrong; `dead pool`: none where it should be
@@ -16,7 +18,6 @@ out.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,9 @@ from paceline_lab.bench.peer_comparison import (
     PeerResult,
     Processes,
     engine_environment,
+    fastest,
     measure_load,
     models,
-    seconds_of,
     warmed_up,
 )
 from paceline_lab.bench.workloads import repetitive_workloads, workloads
@@ -54,12 +56,13 @@ from paceline_lab.peers import peer_worker
 from paceline_lab.peers.peer_process import PeerError, PeerProcess
 
 VLLM = "vllm"
-OWN = ("ngram", "draft_model", "eagle3")
+DRAFT_MODEL, NARROW_DRAFT_MODEL, SYNCHRONOUS = "draft_model", "narrow draft_model", "synchronous plain"
+OWN = ("ngram", DRAFT_MODEL, "eagle3")
 """vLLM's methods."""
 POOL, POOL_SUFFIX, COUPLED = "pool", "pool + suffix", "coupled pool"
 POOLS = (POOL, POOL_SUFFIX, COUPLED)
 USELESS, DEAD = "useless pool", "dead pool"
-METHODS = (PLAIN, *OWN, *POOLS, USELESS, DEAD)
+METHODS = (PLAIN, SYNCHRONOUS, *OWN, *POOLS, NARROW_DRAFT_MODEL, USELESS, DEAD)
 START_S = 60.0
 
 
@@ -113,11 +116,13 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         own = max((of[name] for name in (PLAIN, *OWN) if name in of), default=None)
         ratios = {
             "best pool / vllm best": (pool, own),
-            "pool / vllm draft_model": (of.get(POOL), of.get("draft_model")),
-            "coupled pool / vllm draft_model": (of.get(COUPLED), of.get("draft_model")),
+            "pool / vllm draft_model": (of.get(POOL), of.get(DRAFT_MODEL)),
+            "pool / narrow draft_model": (of.get(POOL), of.get(NARROW_DRAFT_MODEL)),
+            "coupled pool / vllm draft_model": (of.get(COUPLED), of.get(DRAFT_MODEL)),
             "best pool / plain": (pool, of.get(PLAIN)),
             "useless pool / plain": (of.get(USELESS), of.get(PLAIN)),
             "dead pool / plain": (of.get(DEAD), of.get(PLAIN)),
+            "synchronous plain / plain": (of.get(SYNCHRONOUS), of.get(PLAIN)),
         }
         for name, (ours, other) in ratios.items():
             if ours is not None and other is not None:
@@ -140,12 +145,12 @@ def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult, prop
         processes: Processes = {}
         threads: dict[str, int] = {}
         for method in (name for name in METHODS if name in {PLAIN, *options.methods}):
-            group = POOL if method in POOLS else PLAIN
+            group = POOL if method in (*POOLS, NARROW_DRAFT_MODEL) else PLAIN
             try:
                 if group in threads:
                     processes[VLLM, method] = start.process(method, threads[group])
                 else:
-                    threads[group], processes[VLLM, method] = start.fastest(method, first)
+                    threads[group], processes[VLLM, method] = fastest(partial(start.process, method), method, first)
             except PeerError as error:
                 result.leave_out(f"{method}: {error}")
         result.threads |= {f"{VLLM}, {size}, {group}": count for group, count in threads.items()}
@@ -183,17 +188,6 @@ class _Starter:
     result: PeerResult
     stack: ExitStack
 
-    def fastest(self, method: str, prompt: Sequence[int]) -> tuple[int, PeerProcess]:
-        """The number of threads that is best for a method, and a vLLM that has it. Raises `PeerError`."""
-        counts = sorted({1, len(os.sched_getaffinity(0))})
-        tried = {threads: self.process(method, threads) for threads in counts}
-        seconds = {threads: seconds_of(process, method, prompt) for threads, process in tried.items()}
-        best = min(counts, key=lambda threads: seconds[threads])
-        for threads, process in tried.items():
-            if threads != best:
-                process.close()
-        return best, tried[best]
-
     def process(self, method: str, threads: int) -> PeerProcess:
         """Raises `PeerError`."""
         folder = self.options.folder.absolute()
@@ -207,10 +201,10 @@ class _Starter:
         )
         self.stack.callback(process.close)
         arguments: dict[str, Any] = {"enforce_eager": True} if self.options.eager else {}
-        arguments |= self._pool_arguments(method)
+        arguments |= self._pool_arguments(method) | ({"async_scheduling": False} if method == SYNCHRONOUS else {})
         setup = {**self.paths, "threads": threads, "methods": [method], "engine_args": arguments}
         with self.result.console.status(f"{self.size}: starting {method}; vLLM compiles for minutes the first time"):
-            process.start(setup | ({"speculation": "pool"} if "pool" in method else {}))
+            process.start(setup | {"speculation": _speculation(method)})
         return process
 
     def _pool_arguments(self, method: str) -> dict[str, Any]:
@@ -226,6 +220,13 @@ class _Starter:
         lookups = {"lookups": ["suffix"], "lookup_settings": SUFFIX_WITHOUT_HISTORY} if method == POOL_SUFFIX else {}
         worker = {"worker_cls": "paceline.vllm.coupled_worker.CoupledWorker"} if method == COUPLED else {}
         return {"additional_config": {"paceline": {"drafts": [addresses[method]], **lookups}}} | worker
+
+
+def _speculation(method: str) -> str:
+    """The method as the process of vLLM knows it."""
+    if method in (*POOLS, USELESS, DEAD):
+        return POOL
+    return {NARROW_DRAFT_MODEL: DRAFT_MODEL, SYNCHRONOUS: PLAIN}.get(method, method)
 
 
 @contextmanager

@@ -201,7 +201,8 @@ class LlamaCppBatches:
 
 
 def load_vllm(setup: Setup) -> LoadedEngine:
-    """One method: each needs an engine of its own. `engine_args` of the setup: more arguments of it."""
+    """One method: each needs an engine of its own. `engine_args` of the setup: more arguments of it. `speculation`:
+    how it drafts, if it is not named so."""
     from vllm import LLM, SamplingParams
 
     [method] = setup["methods"]
@@ -211,7 +212,8 @@ def load_vllm(setup: Setup) -> LoadedEngine:
         "eagle3": {"method": "eagle3", "model": setup["head"]},
         "pool": {"method": "custom_class", "model": "paceline.vllm.RemoteDrafts"},
     }
-    config = None if method == "plain" else speculation[setup.get("speculation", method)]
+    name = setup.get("speculation", method)
+    config = None if name == "plain" else speculation[name]
     llm = LLM(
         setup["target"],
         dtype="bfloat16",
@@ -233,7 +235,7 @@ def load_vllm(setup: Setup) -> LoadedEngine:
         [value] = llm.collective_rpc(lambda worker: worker.model_runner.drafter.propose_ms)
         return {"propose_ms": value}
 
-    return LoadedEngine({method: generate}, propose_ms if config is speculation["pool"] else dict)
+    return LoadedEngine({method: generate}, propose_ms if name == "pool" else dict)
 
 
 def _refuse_more(prompts: Sequence[Sequence[int]], most: int) -> None:

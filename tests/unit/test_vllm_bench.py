@@ -11,7 +11,16 @@ import pytest
 from rich.console import Console
 
 from paceline_lab.bench import vllm_comparison
-from paceline_lab.bench.vllm_comparison import COUPLED, DEAD, POOL, POOL_SUFFIX, USELESS, VllmBenchOptions
+from paceline_lab.bench.vllm_comparison import (
+    COUPLED,
+    DEAD,
+    NARROW_DRAFT_MODEL,
+    POOL,
+    POOL_SUFFIX,
+    SYNCHRONOUS,
+    USELESS,
+    VllmBenchOptions,
+)
 from paceline_lab.bench.workloads import Workload
 
 SECONDS = {
@@ -59,7 +68,7 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VllmBenchOptions
     monkeypatch.setattr(vllm_comparison, "prompts_of", lambda workload: [[1, 2], [3, 4]])
     monkeypatch.setattr(vllm_comparison, "workloads", lambda: [Workload("code completion", "", [])])
     monkeypatch.setattr(vllm_comparison, "repetitive_workloads", list)
-    monkeypatch.setattr(vllm_comparison.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     (tmp_path / "python").touch()
     return VllmBenchOptions(
         tmp_path / "python",
@@ -106,3 +115,15 @@ def test_other_pools_are_measured_without_the_first(options: VllmBenchOptions, m
     worker = "paceline.vllm.coupled_worker.CoupledWorker"
     assert FakeVllm.started[COUPLED, 2]["engine_args"]["worker_cls"] == worker
     assert found["ratios"]["shipped"]["dead pool / plain, code, batch 1"] == 1.0
+
+
+def test_what_pools_lack_is_measured_apart(options: VllmBenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SECONDS, NARROW_DRAFT_MODEL, {1: 1.25})
+    monkeypatch.setitem(SECONDS, SYNCHRONOUS, {2: 2.5})
+    object.__setattr__(options, "methods", [POOL, NARROW_DRAFT_MODEL, SYNCHRONOUS])
+    ratios = vllm_comparison.run(Console(quiet=True), options)["ratios"]["shipped"]
+    assert ratios["pool / narrow draft_model, code, batch 1"] == 1.25
+    assert ratios["synchronous plain / plain, code, batch 1"] == 0.8
+    narrow, synchronous = FakeVllm.started[NARROW_DRAFT_MODEL, 1], FakeVllm.started[SYNCHRONOUS, 2]
+    assert (narrow["speculation"], narrow["engine_args"]) == ("draft_model", {})
+    assert (synchronous["speculation"], synchronous["engine_args"]) == ("plain", {"async_scheduling": False})
