@@ -52,6 +52,16 @@ class TestWaitPolicy:
         timeout_s = pytest.approx(WaitPolicy.TIMEOUT_FACTOR * delay_s, rel=1e-3)
         assert self.policy(times, 0.9, delay_s).wait_s(0, 1.0, STEP_S) == timeout_s
 
+    @pytest.mark.parametrize("delay_s", [3 * DELAY_S, 7 * DELAY_S])
+    def test_it_learns_delays_far_above_the_prior(self, delay_s: float) -> None:
+        """Growth always comes after `delay_s`, and waiting for it pays: 0.6 tokens per step of 40 ms."""
+        policy, served = self.policy(), 0
+        for _ in range(200):
+            wait_s = policy.wait_s(0, 1.0, 4 * STEP_S)
+            policy.observe(0, 0.6 if wait_s >= delay_s else 0.0, min(wait_s, delay_s))
+            served += wait_s >= delay_s
+        assert served > 180
+
     def test_it_waits_while_the_loss_exceeds_the_steps_rate(self) -> None:
         policy = self.policy(200, 0.5, height=2)  # 500 tokens per second, of which half are lost by going ahead
         assert policy.wait_s(2, expected=2.4, step_s=STEP_S) > 0  # 240 per second without waiting

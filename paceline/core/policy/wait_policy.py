@@ -17,8 +17,8 @@ class WaitPolicy:
     """Trees of this height are never waited for."""
     SALVAGED_SHARE = 0.5
     """Share of late growth's gain that is not lost: it serves the next step if its path is still alive."""
-    TIMEOUT_FACTOR = 1.5
-    """A wait ends after this many times the usual delay."""
+    TIMEOUT_FACTOR = 3.0
+    """A wait ends after this many times the usual delay: long enough to learn delays far above the prior."""
     LEARNING_RATE = 0.1
     """Weight of a wait in the averages."""
     DECAY_TO_PRIOR = 0.001
