@@ -302,13 +302,13 @@ class _EngineStarter:
     size: str
     stack: ExitStack
 
-    def start(self, engine: str, python: Path, prompt: Sequence[int]) -> Processes:
+    def start(self, engine: str, python: Path, prompts: Sequence[Sequence[int]]) -> Processes:
         """Processes by engine and method, with the number of threads that makes plain decoding fastest.
 
         Methods that do not start are left out. Raises `PeerError` if plain decoding does not start.
         """
         together = (PLAIN,) if engine in ONE_METHOD_EACH else METHODS[engine]
-        best, process = fastest(lambda threads: self._process(engine, python, threads, together), PLAIN, prompt)
+        best, process = fastest(lambda threads: self._process(engine, python, threads, together), PLAIN, prompts)
         processes = {(engine, method): process for method in together}
         for method in METHODS[engine][len(together) :]:
             try:
@@ -333,17 +333,23 @@ class _EngineStarter:
         return process
 
 
-def fastest(start: Callable[[int], PeerProcess], method: str, prompt: Sequence[int]) -> tuple[int, PeerProcess]:
+def fastest(
+    start: Callable[[int], PeerProcess], method: str, prompts: Sequence[Sequence[int]]
+) -> tuple[int, PeerProcess]:
     """The number of threads, one or all, with which a process is fastest, and that process; the other is ended.
 
-    `start` takes a number of threads. Compared is one greedy request, at the best of four runs. Raises `PeerError`.
+    `start` takes a number of threads. Compared are greedy requests, one at a time and in turns: the better of two runs
+    of each prompt, after one of all that does not count. Raises `PeerError`.
     """
     tried = {threads: start(threads) for threads in sorted({1, len(os.sched_getaffinity(0))})}
-    seconds = {
-        threads: min(process.generate(request(method, [prompt], 0.0))[1] for _ in range(4))
-        for threads, process in tried.items()
-    }
-    best = min(seconds, key=lambda threads: seconds[threads])
+    runs: list[dict[int, list[float]]] = [
+        {
+            threads: [process.generate(request(method, [prompt], 0.0))[1] for prompt in prompts]
+            for threads, process in tried.items()
+        }
+        for _ in range(3)
+    ]
+    best = min(tried, key=lambda threads: sum(map(min, *(run[threads] for run in runs[1:]))))
     for threads, process in tried.items():
         if threads != best:
             process.close()
@@ -361,19 +367,19 @@ def request(method: str, prompts: Sequence[Sequence[int]], temperature: float) -
 def _measure_size(size: str, options: PeerBenchOptions, pythons: Mapping[str, Path], result: PeerResult) -> None:
     known = {each.name: prompts_of(each) for each in (*workloads(), *repetitive_workloads())}
     loads = {load: known[LOADS[load][0]] for load in LOADS if load in options.loads}
-    first = next(iter(loads.values()))[0]
+    prompts_of_first = next(iter(loads.values()))
     with ExitStack() as stack:
         starter = _EngineStarter(options, result, models(size, options.folder / "models" / size), size, stack)
         processes: Processes = {}
         for engine, python in pythons.items():
             try:
                 with result.console.status(f"{size}: starting {engine}; vLLM compiles for minutes the first time"):
-                    processes |= starter.start(engine, python, first)
+                    processes |= starter.start(engine, python, prompts_of_first)
             except PeerError as error:
                 result.leave_out(str(error))
         with result.console.status("") as status:
             for batch in BATCHES:
-                able = warmed_up(processes, first, batch, result)
+                able = warmed_up(processes, prompts_of_first[0], batch, result)
                 for load, prompts in loads.items():
                     measure_load((size, load, batch), able, prompts, options.repeats, result, status)
         for load in loads:

@@ -2,7 +2,7 @@
 
 - `plain`, `ngram`, `draft_model`, `eagle3`: vLLM's own methods, as in `bench peers`
 - `synchronous plain`: without asynchronous scheduling, which vLLM turns off for `ngram` and all pools
-- `narrow draft_model`: with as many threads as the pools, as where the draft has a machine of its own
+- `draft_model with pool threads`: with as many threads as the pools, as where the draft has a machine of its own
 - `pool`: `RemoteDrafts` and a draft worker with the same draft model; `pool + suffix`: and suffix decoding in vLLM
 - `coupled pool`: as `pool`, with `CoupledWorker`. At a temperature its draws are ours: `equal` says nothing then.
 - `useless pool`: a draft that guesses wrong; `dead pool`: none where it should be
@@ -56,13 +56,14 @@ from paceline_lab.peers import peer_worker
 from paceline_lab.peers.peer_process import PeerError, PeerProcess
 
 VLLM = "vllm"
-DRAFT_MODEL, NARROW_DRAFT_MODEL, SYNCHRONOUS = "draft_model", "narrow draft_model", "synchronous plain"
+DRAFT_MODEL, SYNCHRONOUS = "draft_model", "synchronous plain"
+DRAFT_MODEL_POOL_THREADS = "draft_model with pool threads"
 OWN = ("ngram", DRAFT_MODEL, "eagle3")
 """vLLM's methods."""
 POOL, POOL_SUFFIX, COUPLED = "pool", "pool + suffix", "coupled pool"
 POOLS = (POOL, POOL_SUFFIX, COUPLED)
 USELESS, DEAD = "useless pool", "dead pool"
-METHODS = (PLAIN, SYNCHRONOUS, *OWN, *POOLS, NARROW_DRAFT_MODEL, USELESS, DEAD)
+METHODS = (PLAIN, SYNCHRONOUS, *OWN, *POOLS, DRAFT_MODEL_POOL_THREADS, USELESS, DEAD)
 START_S = 60.0
 
 
@@ -117,7 +118,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         ratios = {
             "best pool / vllm best": (pool, own),
             "pool / vllm draft_model": (of.get(POOL), of.get(DRAFT_MODEL)),
-            "pool / narrow draft_model": (of.get(POOL), of.get(NARROW_DRAFT_MODEL)),
+            "pool / draft_model with pool threads": (of.get(POOL), of.get(DRAFT_MODEL_POOL_THREADS)),
             "coupled pool / vllm draft_model": (of.get(COUPLED), of.get(DRAFT_MODEL)),
             "best pool / plain": (pool, of.get(PLAIN)),
             "useless pool / plain": (of.get(USELESS), of.get(PLAIN)),
@@ -134,7 +135,7 @@ def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult, prop
     """`propose_ms` gets the figure of each method that drafts from a pool."""
     known = {each.name: prompts_of(each) for each in (*workloads(), *repetitive_workloads())}
     loads = {load: known[LOADS[load][0]] for load in options.loads}
-    first = next(iter(loads.values()))[0]
+    prompts_of_first = next(iter(loads.values()))
     paths = models(size, options.folder / "models" / size)
     with ExitStack() as stack:
         pools = {
@@ -145,18 +146,19 @@ def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult, prop
         processes: Processes = {}
         threads: dict[str, int] = {}
         for method in (name for name in METHODS if name in {PLAIN, *options.methods}):
-            group = POOL if method in (*POOLS, NARROW_DRAFT_MODEL) else PLAIN
+            group = POOL if method in (*POOLS, DRAFT_MODEL_POOL_THREADS) else PLAIN
             try:
                 if group in threads:
                     processes[VLLM, method] = start.process(method, threads[group])
                 else:
-                    threads[group], processes[VLLM, method] = fastest(partial(start.process, method), method, first)
+                    tried = fastest(partial(start.process, method), method, prompts_of_first)
+                    threads[group], processes[VLLM, method] = tried
             except PeerError as error:
                 result.leave_out(f"{method}: {error}")
         result.threads |= {f"{VLLM}, {size}, {group}": count for group, count in threads.items()}
         with result.console.status("") as status:
             for batch in BATCHES:
-                able = warmed_up(processes, first, batch, result)
+                able = warmed_up(processes, prompts_of_first[0], batch, result)
                 for load, prompts in loads.items():
                     measure_load((size, load, batch), able, prompts, options.repeats, result, status)
                 if batch == 1:
@@ -204,7 +206,7 @@ class _Starter:
         arguments |= self._pool_arguments(method) | ({"async_scheduling": False} if method == SYNCHRONOUS else {})
         setup = {**self.paths, "threads": threads, "methods": [method], "engine_args": arguments}
         with self.result.console.status(f"{self.size}: starting {method}; vLLM compiles for minutes the first time"):
-            process.start(setup | {"speculation": _speculation(method)})
+            process.start(setup | {"vllm_method": _vllm_method(method)})
         return process
 
     def _pool_arguments(self, method: str) -> dict[str, Any]:
@@ -222,11 +224,11 @@ class _Starter:
         return {"additional_config": {"paceline": {"drafts": [addresses[method]], **lookups}}} | worker
 
 
-def _speculation(method: str) -> str:
+def _vllm_method(method: str) -> str:
     """The method as the process of vLLM knows it."""
     if method in (*POOLS, USELESS, DEAD):
         return POOL
-    return {NARROW_DRAFT_MODEL: DRAFT_MODEL, SYNCHRONOUS: PLAIN}.get(method, method)
+    return {DRAFT_MODEL_POOL_THREADS: DRAFT_MODEL, SYNCHRONOUS: PLAIN}.get(method, method)
 
 
 @contextmanager

@@ -201,19 +201,19 @@ class LlamaCppBatches:
 
 
 def load_vllm(setup: Setup) -> LoadedEngine:
-    """One method: each needs an engine of its own. `engine_args` of the setup: more arguments of it. `speculation`:
-    how it drafts, if it is not named so."""
+    """One method: each needs an engine of its own. `engine_args` of the setup: more arguments of it. `vllm_method`: how
+    it drafts, if it is not named so."""
     from vllm import LLM, SamplingParams
 
     [method] = setup["methods"]
-    speculation: dict[str, dict[str, Any]] = {
+    methods: dict[str, dict[str, Any]] = {
         "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
         "draft_model": {"method": "draft_model", "model": setup["draft"]},
         "eagle3": {"method": "eagle3", "model": setup["head"]},
         "pool": {"method": "custom_class", "model": "paceline.vllm.RemoteDrafts"},
     }
-    name = setup.get("speculation", method)
-    config = None if name == "plain" else speculation[name]
+    name = setup.get("vllm_method", method)
+    config = None if name == "plain" else methods[name]
     llm = LLM(
         setup["target"],
         dtype="bfloat16",

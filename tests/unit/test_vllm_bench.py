@@ -14,7 +14,7 @@ from paceline_lab.bench import vllm_comparison
 from paceline_lab.bench.vllm_comparison import (
     COUPLED,
     DEAD,
-    NARROW_DRAFT_MODEL,
+    DRAFT_MODEL_POOL_THREADS,
     POOL,
     POOL_SUFFIX,
     SYNCHRONOUS,
@@ -118,12 +118,12 @@ def test_other_pools_are_measured_without_the_first(options: VllmBenchOptions, m
 
 
 def test_what_pools_lack_is_measured_apart(options: VllmBenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SECONDS, NARROW_DRAFT_MODEL, {1: 1.25})
+    monkeypatch.setitem(SECONDS, DRAFT_MODEL_POOL_THREADS, {1: 1.25})
     monkeypatch.setitem(SECONDS, SYNCHRONOUS, {2: 2.5})
-    object.__setattr__(options, "methods", [POOL, NARROW_DRAFT_MODEL, SYNCHRONOUS])
+    object.__setattr__(options, "methods", [POOL, DRAFT_MODEL_POOL_THREADS, SYNCHRONOUS])
     ratios = vllm_comparison.run(Console(quiet=True), options)["ratios"]["shipped"]
-    assert ratios["pool / narrow draft_model, code, batch 1"] == 1.25
+    assert ratios["pool / draft_model with pool threads, code, batch 1"] == 1.25
     assert ratios["synchronous plain / plain, code, batch 1"] == 0.8
-    narrow, synchronous = FakeVllm.started[NARROW_DRAFT_MODEL, 1], FakeVllm.started[SYNCHRONOUS, 2]
-    assert (narrow["speculation"], narrow["engine_args"]) == ("draft_model", {})
-    assert (synchronous["speculation"], synchronous["engine_args"]) == ("plain", {"async_scheduling": False})
+    draft_model, synchronous = FakeVllm.started[DRAFT_MODEL_POOL_THREADS, 1], FakeVllm.started[SYNCHRONOUS, 2]
+    assert (draft_model["vllm_method"], draft_model["engine_args"]) == ("draft_model", {})
+    assert (synchronous["vllm_method"], synchronous["engine_args"]) == ("plain", {"async_scheduling": False})
