@@ -272,7 +272,8 @@ class FakeProcess:
     """In place of an engine's process: 96 tokens in 1 s, with a draft in half of that."""
 
     requests: ClassVar[list[tuple[str, str, int]]] = []
-    interrupt_at = math.inf
+    interrupted_batch = math.inf
+    """A batch of so many prompts is interrupted."""
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.engine = argv[-1]
@@ -286,7 +287,7 @@ class FakeProcess:
 
     def generate(self, request: Mapping[str, Any]) -> tuple[list[list[int]], float]:
         method, prompts = request["method"], request["prompts"]
-        if len(self.requests) >= self.interrupt_at:
+        if len(prompts) >= self.interrupted_batch:
             raise KeyboardInterrupt
         self.requests.append((self.engine, method, len(prompts)))
         if self.engine == "llama.cpp" and method != "plain" and len(prompts) > 1:
@@ -342,7 +343,7 @@ def test_every_method_is_measured_in_turns(faked: PeerBenchOptions) -> None:
 
 
 def test_an_interruption_keeps_what_was_measured(faked: PeerBenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeProcess, "interrupt_at", 40)
+    monkeypatch.setattr(FakeProcess, "interrupted_batch", 2)
     summary, shown = run(faked)
     assert "interrupted" in shown
     assert {row["batch"] for row in summary["rows"]} == {1}
