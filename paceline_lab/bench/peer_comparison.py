@@ -367,19 +367,19 @@ def request(method: str, prompts: Sequence[Sequence[int]], temperature: float) -
 def _measure_size(size: str, options: PeerBenchOptions, pythons: Mapping[str, Path], result: PeerResult) -> None:
     known = {each.name: prompts_of(each) for each in (*workloads(), *repetitive_workloads())}
     loads = {load: known[LOADS[load][0]] for load in LOADS if load in options.loads}
-    prompts_of_first = next(iter(loads.values()))
+    first_load_prompts = next(iter(loads.values()))
     with ExitStack() as stack:
         starter = _EngineStarter(options, result, models(size, options.folder / "models" / size), size, stack)
         processes: Processes = {}
         for engine, python in pythons.items():
             try:
                 with result.console.status(f"{size}: starting {engine}; vLLM compiles for minutes the first time"):
-                    processes |= starter.start(engine, python, prompts_of_first)
+                    processes |= starter.start(engine, python, first_load_prompts)
             except PeerError as error:
                 result.leave_out(str(error))
         with result.console.status("") as status:
             for batch in BATCHES:
-                able = warmed_up(processes, prompts_of_first[0], batch, result)
+                able = warmed_up(processes, first_load_prompts[0], batch, result)
                 for load, prompts in loads.items():
                     measure_load((size, load, batch), able, prompts, options.repeats, result, status)
         for load in loads:

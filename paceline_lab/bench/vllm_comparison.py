@@ -135,7 +135,7 @@ def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult, prop
     """`propose_ms` gets the figure of each method that drafts from a pool."""
     known = {each.name: prompts_of(each) for each in (*workloads(), *repetitive_workloads())}
     loads = {load: known[LOADS[load][0]] for load in options.loads}
-    prompts_of_first = next(iter(loads.values()))
+    first_load_prompts = next(iter(loads.values()))
     paths = models(size, options.folder / "models" / size)
     with ExitStack() as stack:
         pools = {
@@ -151,14 +151,14 @@ def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult, prop
                 if group in threads:
                     processes[VLLM, method] = start.process(method, threads[group])
                 else:
-                    tried = fastest(partial(start.process, method), method, prompts_of_first)
+                    tried = fastest(partial(start.process, method), method, first_load_prompts)
                     threads[group], processes[VLLM, method] = tried
             except PeerError as error:
                 result.leave_out(f"{method}: {error}")
         result.threads |= {f"{VLLM}, {size}, {group}": count for group, count in threads.items()}
         with result.console.status("") as status:
             for batch in BATCHES:
-                able = warmed_up(processes, prompts_of_first[0], batch, result)
+                able = warmed_up(processes, first_load_prompts[0], batch, result)
                 for load, prompts in loads.items():
                     measure_load((size, load, batch), able, prompts, options.repeats, result, status)
                 if batch == 1:

@@ -23,7 +23,7 @@ from paceline import family
 from paceline.cli import main
 from paceline.launcher import StartError
 from paceline_lab.bench import peer_comparison
-from paceline_lab.bench.peer_comparison import METHODS, PeerBenchOptions, models, picture, ratios
+from paceline_lab.bench.peer_comparison import METHODS, PeerBenchOptions, fastest, models, picture, ratios
 from paceline_lab.bench.workloads import Workload
 from paceline_lab.peers import peer_environments
 from paceline_lab.peers.peer_environments import DONE, NotInstalledError, python_of
@@ -340,6 +340,33 @@ def test_every_method_is_measured_in_turns(faked: PeerBenchOptions) -> None:
     assert "left out: transformers, shipped is gone" in shown
     assert "left out: vllm cannot be installed: no route" in shown
     assert sum("takes 1 at once" in reason for reason in summary["left_out"]) == 2
+
+
+def test_numbers_of_threads_are_compared_in_turns_after_a_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread is fastest, on a machine that gets faster from call to call and has one hiccup."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    calls: list[int] = []
+    closed: list[int] = []
+
+    class Timed(PeerProcess):
+        def __init__(self, threads: int) -> None:
+            self.threads = threads
+
+        def generate(self, request: Mapping[str, Any]) -> tuple[list[list[int]], float]:
+            calls.append(self.threads)
+            if calls == [1, 1, 2]:
+                return [], 0.01  # of the first round
+            if calls == [1, 1, 2, 2, 1]:
+                return [], 50.0  # the hiccup
+            return [], {1: 1.0, 2: 1.2}[self.threads] / (1 + 0.1 * len(calls))
+
+        def close(self) -> None:
+            closed.append(self.threads)
+
+    threads, process = fastest(Timed, "plain", [[1, 5], [8]])
+    assert (threads, process.threads) == (1, 1)  # type: ignore[attr-defined]
+    assert calls == [1, 1, 2, 2] * 3
+    assert closed == [2]
 
 
 def test_an_interruption_keeps_what_was_measured(faked: PeerBenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
