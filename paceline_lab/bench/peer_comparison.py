@@ -407,13 +407,18 @@ def measure_load(
     result: PeerResult,
     status: Status,
 ) -> None:
-    """Measure every method at one size, load and batch, in turns. A method that fails is left out from then on."""
+    """Measure every method at one size, load and batch, in turns. A method that fails is left out from then on.
+
+    A repetition is as many calls as there are prompts, at every batch.
+    """
     size, load, batch = cell
-    groups = [[prompt] for prompt in prompts] if batch == 1 else [(list(prompts) * batch)[:batch]]
+    calls = [(number, [prompt]) for number, prompt in enumerate(prompts)]
+    if batch > 1:
+        calls = [(0, (list(prompts) * batch)[:batch])] * len(prompts)
     running = dict(able)
     for repeat in range(repeats):
-        for first, group in enumerate(groups):
-            status.update(f"{size}, {load}, batch {batch}, repetition {repeat + 1} of {repeats}, prompt {first + 1}")
+        for first, group in calls:
+            status.update(f"{size}, {load}, batch {batch}, repetition {repeat + 1} of {repeats}")
             for (engine, method), process in list(running.items()):
                 try:
                     tokens, seconds = process.generate(request(method, group, LOADS[load][1]))

@@ -326,9 +326,11 @@ def run(options: PeerBenchOptions) -> tuple[dict[str, Any], str]:
 def test_every_method_is_measured_in_turns(faked: PeerBenchOptions) -> None:
     summary, shown = run(faked)
     measured = ("paceline", "llama.cpp")  # vllm is not installed, transformers does not start
-    singles = [each[:2] for each in FakeProcess.requests if each[2] == 1]
+    singles, batches = ([each[:2] for each in FakeProcess.requests if each[2] == batch] for batch in (1, 8))
     able = [(engine, method) for engine, methods in METHODS.items() for method in methods if engine in measured]
-    assert singles[-2 * len(able) :] == able * 2
+    assert singles[-8 * len(able) :] == able * 8, "two repetitions of four prompts"
+    able = [each for each in able if each[0] == "paceline" or each[1] == "plain"]
+    assert batches[-8 * len(able) :] == able * 8, "as many calls"
     speeds = {(row["engine"], row["method"], row["batch"]): row["tokens_per_s"] for row in summary["rows"]}
     assert speeds["paceline", "plain", 1] == 96 / 0.8
     assert speeds["paceline", "eagle3", 8] == 8 * 96 / 0.4
