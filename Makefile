@@ -101,7 +101,7 @@ VLLM_STAMP := .venv-vllm/.stamp-$(strip $(VLLM))-ray
 VLLM_BIN := .venv-vllm/bin
 
 test-vllm: setup $(VLLM_STAMP)  ## drafts and draws of ours inside a real vLLM on the CPU
-	@$(BIN)/pytest -m vllm tests/vllm $(PYTEST_ARGS)
+	@$(BIN)/pytest -m vllm tests/vllm $(ALONE) $(PYTEST_ARGS)
 
 $(VLLM_STAMP): pyproject.toml | $(STAMP)
 	@echo "Installing vLLM into .venv-vllm, two minutes"

@@ -79,6 +79,11 @@ class CostAwareSchedule:
     def observe_unverified(self, path_probability: float) -> bool:
         return self._least_path_probability.observe(path_probability)
 
+    def _round_rows_s(self, step: StepForecast, requests: int) -> float:
+        """Duration of the rows for one more node of each request."""
+        nodes = step.nodes + requests
+        return self._cost(requests + nodes, nodes) - step.seconds
+
 
 class StreamedSchedule(CostAwareSchedule):
     """Verify the nodes at hand; wait only where that commits more tokens per second (`WaitPolicy`)."""
@@ -90,17 +95,29 @@ class StreamedSchedule(CostAwareSchedule):
         self._wait_policy = WaitPolicy()
 
     def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
-        waited_s = 0.0
-        now = forecast_step(drawing, self._cost)
-        while wait_s := self._wait_policy.wait_s(now.height, now.tokens, now.seconds + waited_s):
+        waited_s, first = 0.0, True
+        now = draft_frontier(drawing)
+        while wait_s := self._wait_s(now, drawing, waited_s, first=first):
             start = self._clock()
             received = receive(wait_s)
             delay_s = self._clock() - start
-            before, now = now, forecast_step(drawing, self._cost)
-            self._wait_policy.observe(before.height, now.tokens - before.tokens, delay_s)
-            waited_s += delay_s
+            before, now = now, draft_frontier(drawing)
+            self._wait_policy.observe(before.deepest, now.own - before.own, delay_s, first=first)
+            waited_s, first = waited_s + delay_s, False
             if not received:
                 return
+
+    def _wait_s(self, now: DraftFrontier, drawing: Sequence[DraftedRequest], waited_s: float, *, first: bool) -> float:
+        step = forecast_step(drawing, self._cost)
+        return self._wait_policy.wait_s(
+            now.deepest,
+            now.levels_left,
+            step.tokens,
+            step.seconds + waited_s,
+            first=first,
+            by_lookups=now.by_lookups,
+            rows_s=self._round_rows_s(step, len(drawing)),
+        )
 
 
 class InlineSchedule(CostAwareSchedule):
@@ -133,10 +150,12 @@ class InlineSchedule(CostAwareSchedule):
     def _round_pays(self, now: DraftFrontier, drawing: Sequence[DraftedRequest], drafting_s: float) -> bool:
         """A round costs its own time, and that of one more row for each request."""
         step = forecast_step(drawing, self._cost)
-        nodes = step.nodes + len(drawing)
-        rows_s = self._cost(len(drawing) + nodes, nodes) - step.seconds
         return self._round_policy.pays(
-            now.deepest, step.tokens, step.seconds + drafting_s, now.covered_by_lookups, rows_s
+            now.deepest,
+            step.tokens,
+            step.seconds + drafting_s,
+            now.covered_by_lookups,
+            self._round_rows_s(step, len(drawing)),
         )
 
 
@@ -153,8 +172,6 @@ class StepForecast:
 
     tokens: float
     """Expected committed tokens."""
-    height: int
-    """Mean height of the drafted trees, rounded down."""
     nodes: int
     """Nodes it would verify."""
     seconds: float
@@ -163,20 +180,14 @@ class StepForecast:
 def forecast_step(drawing: Sequence[DraftedRequest], cost: StepCost) -> StepForecast:
     """The forecast of a step that runs these requests, all of which draw a token."""
     paths: list[float] = []
-    heights, drafted = 0, 0
     for request in drawing:
-        nodes = request.candidate_nodes()
-        paths += map(request.tree.path_log_probs.__getitem__, nodes)
-        if request.draft_active:
-            drafted += 1
-            heights += request.tree.height(nodes)
+        paths += map(request.tree.path_log_probs.__getitem__, request.candidate_nodes())
     paths.sort(reverse=True)
     probabilities = list(map(math.exp, paths))
     rows = len(drawing)
     count = nodes_to_verify(probabilities, rows, rows, len(probabilities), cost)
     return StepForecast(
         tokens=rows + sum(probabilities[:count]),
-        height=heights // max(drafted, 1),
         nodes=count,
         seconds=cost(rows + count, count),
     )
@@ -192,19 +203,25 @@ class DraftFrontier:
     """From the drafts' deepest nodes, where deeper ones are allowed. The root counts as 1 if a draft has no node."""
     covered_by_lookups: float
     """From lookup nodes right below the drafts' deepest nodes."""
+    by_lookups: float
+    """From all nodes that only lookups have guessed."""
+    levels_left: int
+    """How many levels a step could verify below the drafts' deepest nodes, for the request with most of them."""
 
 
 def draft_frontier(drawing: Sequence[DraftedRequest]) -> DraftFrontier:
     """The frontier of the drafted requests among these."""
-    own, deepest, covered = 0.0, 0.0, 0.0
+    own, deepest, covered, by_lookups, levels_left = 0.0, 0.0, 0.0, 0.0, 0
     for request in filter(lambda each: each.draft_active, drawing):
         tree = request.tree
         probs = {node: math.exp(tree.path_log_probs[node]) for node in request.candidate_nodes()}
         own_probs = {node: prob for node, prob in probs.items() if tree.guessed_by(OWN_DRAFT_SOURCE, node)}
         own += sum(own_probs.values())
+        by_lookups += sum(probs.values()) - sum(own_probs.values())
         height = tree.height(list(own_probs))
+        levels_left = max(levels_left, request.depth_allowed() - height)
         if height < request.depth_allowed():
             ends = {node: prob for node, prob in own_probs.items() if tree.depths[node] == height} or {ROOT: 1.0}
             deepest += sum(ends.values())
             covered += sum(prob for node, prob in probs.items() if tree.parents[node] in ends)
-    return DraftFrontier(own, deepest, covered)
+    return DraftFrontier(own, deepest, covered, by_lookups, levels_left)

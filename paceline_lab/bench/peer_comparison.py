@@ -284,7 +284,6 @@ def engine_environment(threads: int, folder: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder.absolute() / "cache" / "inductor"),
         "VLLM_CACHE_ROOT": str(folder.absolute() / "cache" / "vllm"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple, TextIO
 POSITIONS = 2048
 """Most positions of one request."""
 MOST_AT_ONCE = 8
+VLLM_KV_BYTES = 2**28
+"""For MOST_AT_ONCE requests of POSITIONS positions, of the widened target and a draft. vLLM touches all of it."""
 GUESSES = 5
 """Draft tokens of every vLLM method, as in the examples of its manual."""
 LOOKED_UP = {"prompt_lookup": 10, "prompt_lookup_2": 2}
@@ -219,6 +221,7 @@ def load_vllm(setup: Setup) -> LoadedEngine:
         dtype="bfloat16",
         max_model_len=POSITIONS,
         max_num_seqs=MOST_AT_ONCE,
+        kv_cache_memory_bytes=VLLM_KV_BYTES,
         enable_prefix_caching=False,
         speculative_config=config and {**config, "num_speculative_tokens": GUESSES},
         **setup.get("engine_args", {}),

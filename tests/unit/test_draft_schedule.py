@@ -32,56 +32,112 @@ def drafted_request() -> Request:
 
 
 class TestWaitPolicy:
-    """Steps of one token."""
+    """Steps of one token, before their first wait."""
 
-    def policy(self, times: int = 0, gain: float = 0.0, delay_s: float = DELAY_S, height: int = 0) -> WaitPolicy:
-        """A policy that has waited so many times."""
+    def policy(
+        self, times: int = 0, gain: float = 0.0, delay_s: float = DELAY_S, later_s: float | None = None
+    ) -> WaitPolicy:
+        """A policy that has waited so many times in first and later rounds; `gain`: for each token of the frontier."""
         policy = WaitPolicy(DELAY_S)
         for _ in range(times):
-            policy.observe(height, gain, delay_s)
+            policy.observe(0.5, gain / 2, delay_s, first=True)
+            policy.observe(0.5, gain / 2, delay_s if later_s is None else later_s, first=False)
         return policy
 
-    def test_the_prior_waits_less_with_height(self) -> None:
-        assert self.policy().wait_s(0, 1.0, STEP_S) > 0
-        waits = [self.policy().wait_s(h, 2.0, STEP_S) > 0 for h in range(WaitPolicy.MAX_HEIGHT + 5)]
-        assert waits == sorted(waits, reverse=True)
-        assert not waits[WaitPolicy.MAX_HEIGHT]
+    def waits(
+        self,
+        policy: WaitPolicy,
+        expected: float = 1.0,
+        step_s: float = STEP_S,
+        *,
+        frontier: float = 1.0,
+        rounds: int = 1,
+        first: bool = True,
+        by_lookups: float = 0.0,
+        rows_s: float = 0.0,
+    ) -> bool:
+        more = {"first": first, "by_lookups": by_lookups, "rows_s": rows_s}
+        return policy.wait_s(frontier, rounds, expected, step_s, **more) > 0
 
     @pytest.mark.parametrize(("times", "delay_s"), [(0, DELAY_S), (100, 3 * DELAY_S)])
     def test_the_timeout_follows_the_usual_delay(self, times: int, delay_s: float) -> None:
         timeout_s = pytest.approx(WaitPolicy.TIMEOUT_FACTOR * delay_s, rel=1e-3)
-        assert self.policy(times, 0.9, delay_s).wait_s(0, 1.0, STEP_S) == timeout_s
+        policy = self.policy(times, 0.9, delay_s, DELAY_S / 2)
+        assert policy.wait_s(1.0, 1, 1.0, STEP_S, first=True) == timeout_s
+
+    def test_later_rounds_have_a_delay_of_their_own(self) -> None:
+        policy = self.policy(100, 0.9, 3 * DELAY_S, DELAY_S)
+        later_s = policy.wait_s(1.0, 1, 1.0, STEP_S, first=False)
+        assert later_s == pytest.approx(WaitPolicy.TIMEOUT_FACTOR * DELAY_S, rel=1e-3)
 
     @pytest.mark.parametrize("delay_s", [3 * DELAY_S, 7 * DELAY_S])
     def test_it_learns_delays_far_above_the_prior(self, delay_s: float) -> None:
         """Growth always comes after `delay_s`, and waiting for it pays: 0.6 tokens per step of 40 ms."""
         policy, served = self.policy(), 0
         for _ in range(200):
-            wait_s = policy.wait_s(0, 1.0, 4 * STEP_S)
-            policy.observe(0, 0.6 if wait_s >= delay_s else 0.0, min(wait_s, delay_s))
+            wait_s = policy.wait_s(1.0, 1, 1.0, 4 * STEP_S, first=True)
+            policy.observe(1.0, 0.6 if wait_s >= delay_s else 0.0, min(wait_s, delay_s), first=True)
             served += wait_s >= delay_s
         assert served > 180
 
     def test_it_waits_while_the_loss_exceeds_the_steps_rate(self) -> None:
-        policy = self.policy(200, 0.5, height=2)  # 500 tokens per second, of which half are lost by going ahead
-        assert policy.wait_s(2, expected=2.4, step_s=STEP_S) > 0  # 240 per second without waiting
-        assert policy.wait_s(2, expected=2.6, step_s=STEP_S) == 0
+        policy = self.policy(200, 0.5)  # 500 tokens per second, of which half are lost by going ahead
+        assert self.waits(policy, expected=2.4)  # 240 per second without waiting
+        assert not self.waits(policy, expected=2.6)
+
+    def test_nothing_comes_below_improbable_nodes(self) -> None:
+        assert self.waits(self.policy(), 2.0)
+        assert not self.waits(self.policy(), 2.0, frontier=0.2)
+        assert not self.waits(self.policy(), 0.0, frontier=0.0)
+
+    def test_a_slow_first_round_pays_by_the_rounds_after_it(self) -> None:
+        """The first takes 4 ms, the others 0.1 ms: 0.8, 0.64 and 0.512 tokens, of which half are lost."""
+        policy = self.policy(200, 0.8, 4 * DELAY_S, DELAY_S / 10)
+        assert [self.waits(policy, 2.0, rounds=rounds) for rounds in (1, 2, 3)] == [False, False, True]
+        assert self.waits(policy, 2.0, first=False)
+
+    def test_no_level_is_left(self) -> None:
+        assert not self.waits(self.policy(), rounds=0)
+
+    def test_what_lookups_have_guessed_is_not_waited_for(self) -> None:
+        policy = self.policy(200, 0.5)
+        assert self.waits(policy, by_lookups=0.2)
+        assert not self.waits(policy, by_lookups=0.4)
+        assert not self.waits(policy, by_lookups=1.0, rounds=5)
+
+    def test_rows_of_its_nodes_are_part_of_its_cost(self) -> None:
+        policy = self.policy(200, 0.5)
+        assert self.waits(policy, rows_s=1.4 * DELAY_S)
+        assert not self.waits(policy, rows_s=1.6 * DELAY_S)
+
+    def test_rounds_below_improbable_nodes_have_little_weight(self) -> None:
+        probable, improbable = self.policy(), self.policy()
+        for _ in range(20):
+            probable.observe(0.9, 0.0, DELAY_S, first=True)
+            improbable.observe(0.001, 0.0, DELAY_S, first=True)
+        assert not self.waits(probable)
+        assert self.waits(improbable)
+
+    def test_several_rounds_at_once_count_as_one(self) -> None:
+        """A gain above 1 would promise more with every level."""
+        assert not self.waits(self.policy(200, 3.0), 5.1)
 
     @pytest.mark.parametrize(("times", "delay_s"), [(50, DELAY_S), (100, 1.0)], ids=["fruitless", "hung"])
-    def test_a_refused_height_is_tried_again(self, times: int, delay_s: float) -> None:
-        """A height that is never waited for could not be learned. Fruitless waits lengthen the delay, which must
+    def test_a_refused_draft_is_waited_for_again(self, times: int, delay_s: float) -> None:
+        """A draft that is never waited for could not be learned. Fruitless waits lengthen the delays, which must
         shrink again."""
         policy = self.policy(times, 0.0, delay_s)
-        assert not policy.wait_s(0, 1.0, STEP_S)
-        assert policy.wait_s(1, 1.0, STEP_S), "heights are independent"
-        assert any(policy.wait_s(0, 1.0, STEP_S) for _ in range(LONG))
+        assert not self.waits(policy)
+        assert not self.waits(policy, first=False)
+        assert any(self.waits(policy) for _ in range(LONG))
+        assert self.waits(policy, first=False)
 
     def test_retries_are_rare_while_fruitless(self) -> None:
         policy, tries = self.policy(), 0
         for _ in range(2000):
-            if wait_s := policy.wait_s(0, 1.0, STEP_S):
+            if wait_s := policy.wait_s(1.0, 4, 1.0, STEP_S, first=True):
                 tries += 1
-                policy.observe(0, 0.0, wait_s)
+                policy.observe(1.0, 0.0, wait_s, first=True)
         assert tries < 100
 
 

@@ -260,11 +260,9 @@ def test_forecast() -> None:
     guessed.tree.graft(Growth(2, 1, [0, 1], [5, 6], [-0.5, -0.5]), MAX_NODES)
     frontier = forecast_step([plain, guessed], StepCost(FREE))
     assert frontier.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
-    assert frontier.height == 2
     assert frontier.nodes == 2
     assert frontier.seconds == FREE(4)
     assert draft_frontier([plain, guessed]).deepest == pytest.approx(0.3679, abs=1e-3)
-    assert forecast_step([plain], StepCost(FREE)).height == 0
     assert draft_frontier([plain]).deepest == 0, "it has no draft"
 
 
@@ -276,8 +274,12 @@ def test_the_frontier_is_the_deepest_nodes_that_may_grow() -> None:
     assert draft_frontier([root, wide]).deepest == pytest.approx(1.8)
     wide.tree.graft(Growth(2, 3, [1], [7], [math.log(0.4)]), MAX_NODES)
     assert draft_frontier([wide]).deepest == pytest.approx(0.2)
+    wide.max_depth = 3
+    assert draft_frontier([wide]).levels_left == 1
+    assert draft_frontier([wide, root]).levels_left == root.max_depth > 1
     wide.max_depth = 2
     assert draft_frontier([wide]).deepest == 0, "nothing deeper is verified"
+    assert draft_frontier([wide]).levels_left == 0
 
 
 def test_deeper_lookup_nodes_are_not_the_frontier() -> None:
@@ -286,12 +288,14 @@ def test_deeper_lookup_nodes_are_not_the_frontier() -> None:
     both.draft = "somebody"
     both.tree.graft(Growth(2, 1, [0, 1, 2], [5, 6, 7], [math.log(0.5)] * 3), MAX_NODES, source=1)
     frontier = draft_frontier([both])
-    assert (forecast_step([both], StepCost(FREE)).height, frontier.own, frontier.deepest) == (3, 0, 1)
+    assert (frontier.own, frontier.deepest) == (0, 1)
     assert frontier.covered_by_lookups == pytest.approx(0.5)
+    assert frontier.by_lookups == pytest.approx(0.5 + 0.25 + 0.125)
     both.tree.graft(Growth(2, 1, [0, 0], [5, 8], [math.log(0.6), math.log(0.3)]), MAX_NODES)
     frontier = draft_frontier([both])
     assert frontier.own == frontier.deepest == pytest.approx(0.9), "one node is from both"
     assert frontier.covered_by_lookups == pytest.approx(0.3), "below the common node"
+    assert frontier.by_lookups == pytest.approx(0.3 + 0.15)
     assert forecast_step([both], StepCost(FREE)).tokens == pytest.approx(1 + 0.9 + 0.3 + 0.15)
     again = request(2, 3)
     again.draft = "somebody"

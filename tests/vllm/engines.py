@@ -17,6 +17,8 @@ from tests.helpers.service_processes import ServiceProcess, service_process
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 TARGET = str(family.path("pydoc"))
+CORE = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+"""Where vLLM computes. Two files of tests run side by side: vLLM binds its threads, so they would share a core."""
 DEPTH = 5
 STEADY = {"row_budget": False}
 """Drafts neither pause nor shrink where they do not pay, as on a busy machine."""
@@ -60,6 +62,7 @@ class VllmProcess:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={"VLLM_CPU_OMP_THREADS_BIND": CORE, **os.environ},
         )
         self._tell(json.dumps({"engine": {"model": TARGET, **engine}, "batches": batches}))
 

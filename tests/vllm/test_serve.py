@@ -15,7 +15,7 @@ import pytest
 from paceline.cli.deployment import free_ports
 from paceline.launcher import die_with_parent
 from paceline.text import Tokenizer
-from tests.vllm.engines import DEPTH, PROMPTS, PYTHON, TARGET, draft, generate
+from tests.vllm.engines import CORE, DEPTH, PROMPTS, PYTHON, TARGET, draft, generate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -31,7 +31,7 @@ def server() -> Iterator[str]:
         settings = {
             "PACELINE_DRAFTS": worker.address,
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": CORE,
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
         }

@@ -6,15 +6,17 @@ from __future__ import annotations
 class WaitPolicy:
     """Whether a step waits for growth from drafts that run elsewhere.
 
-    By the mean height of the trees, it learns that waiting for the next growth takes `delay[height]` seconds and adds
-    `gain[height]` expected tokens. Growth that arrives too late for this step mostly serves the next, so going ahead
-    loses only part of the gain. Waiting pays while that loss, per second of waiting, exceeds the step's own tokens per
-    second. Both are moving averages. They start from an optimistic prior and decay towards it with every refusal, so
-    that a height that is not waited for is tried again.
+    Growth comes in rounds. The first one of a step takes longer than those after it, since the draft has to learn what
+    was drawn. Each round brings `gain` expected tokens for each expected token of the deepest nodes, and its nodes are
+    the deepest ones then. Growth that arrives too late for this step mostly serves the next, so going ahead loses only
+    part of what waiting would bring. Waiting pays if there is a number of rounds that bring more than their time costs:
+    the loss, per second of waiting, exceeds the step's own tokens per second.
+
+    `gain` and both delays are moving averages. They start from an optimistic prior and decay towards it with every
+    refusal, so that a refused draft is waited for again.
     """
 
-    MAX_HEIGHT = 12
-    """Trees of this height are never waited for."""
+    PRIOR_GAIN = 0.8
     SALVAGED_SHARE = 0.5
     """Share of late growth's gain that is not lost: it serves the next step if its path is still alive."""
     TIMEOUT_FACTOR = 3.0
@@ -25,28 +27,45 @@ class WaitPolicy:
     """Weight of the prior, at each refusal."""
 
     def __init__(self, delay_s: float = 1e-3) -> None:
-        """`delay_s`: the prior of the delay."""
+        """`delay_s`: the prior of the delays."""
         self._prior_delay = delay_s
-        self._prior_gain = [0.6**height for height in range(1, self.MAX_HEIGHT + 1)]
-        self._gain = self._prior_gain.copy()
-        self._delay = [delay_s] * self.MAX_HEIGHT
+        self._gain = self.PRIOR_GAIN
+        self._delays = {True: delay_s, False: delay_s}
+        """Of a step's first round, and of a later one."""
 
-    def wait_s(self, height: int, expected: float, step_s: float) -> float:
-        """The longest time to wait; 0: go ahead.
+    def wait_s(
+        self,
+        frontier: float,
+        rounds: int,
+        expected: float,
+        step_s: float,
+        *,
+        first: bool,
+        by_lookups: float = 0.0,
+        rows_s: float = 0.0,
+    ) -> float:
+        """The longest time to wait for the next round; 0: go ahead.
 
-        `expected`: tokens the step would commit now. `step_s`: duration of the step, the waits so far included.
+        `expected`: tokens the step would commit now, `frontier` of them from the draft's deepest nodes, `by_lookups`
+        from nodes that only lookups have guessed: the draft may guess the same. `rounds`: how many more levels the step
+        can verify. `step_s`: duration of the step, the waits so far included. `first`: whether it has not waited yet.
+        `rows_s`: duration of the rows for a round's nodes.
         """
-        if height >= self.MAX_HEIGHT:
-            return 0.0
-        if (1 - self.SALVAGED_SHARE) * self._gain[height] * step_s > expected * self._delay[height]:
-            return self.TIMEOUT_FACTOR * self._delay[height]
-        self._update(height, self._prior_gain[height], self._prior_delay, self.DECAY_TO_PRIOR)
+        gained, seconds = -by_lookups, 0.0
+        for later in range(rounds):
+            frontier *= self._gain
+            gained += frontier
+            seconds += self._delays[first and not later] + rows_s
+            if (1 - self.SALVAGED_SHARE) * gained * step_s > expected * seconds:
+                return self.TIMEOUT_FACTOR * self._delays[first]
+        self._gain += self.DECAY_TO_PRIOR * (self.PRIOR_GAIN - self._gain)
+        for each in self._delays:
+            self._delays[each] += self.DECAY_TO_PRIOR * (self._prior_delay - self._delays[each])
         return 0.0
 
-    def observe(self, height: int, gain: float, delay_s: float) -> None:
-        """A wait at this height took `delay_s` and brought `gain` expected tokens; 0 if nothing arrived."""
-        self._update(height, gain, delay_s, self.LEARNING_RATE)
-
-    def _update(self, height: int, gain: float, delay_s: float, weight: float) -> None:
-        self._gain[height] += weight * (gain - self._gain[height])
-        self._delay[height] += weight * (delay_s - self._delay[height])
+    def observe(self, frontier: float, gain: float, delay_s: float, *, first: bool) -> None:
+        """A wait took `delay_s` and brought `gain` expected tokens; 0 if nothing arrived."""
+        if frontier > 0:
+            share = min(1.0, gain / frontier)  # several rounds may arrive at once
+            self._gain += self.LEARNING_RATE * min(1.0, frontier) * (share - self._gain)
+        self._delays[first] += self.LEARNING_RATE * (delay_s - self._delays[first])
