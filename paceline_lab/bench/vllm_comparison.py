@@ -36,6 +36,7 @@ from paceline.cli.deployment import LOOPBACK, free_ports
 from paceline.cli.progress import results_kept_on_interrupt
 from paceline.config import SpeculativeConfig
 from paceline.launcher import StartError, die_with_parent
+from paceline.vllm.remote_drafts_settings import DRAFTS_VARIABLE
 from paceline_lab.bench.bench_measurement import PLAIN, check_names
 from paceline_lab.bench.method_comparison import SUFFIX_WITHOUT_HISTORY, prompts_of
 from paceline_lab.bench.peer_comparison import (
@@ -198,30 +199,33 @@ class _Starter:
         process = PeerProcess(
             f"vllm, {self.size}",
             [str(self.options.python.absolute()), str(peer_worker.__file__), VLLM],
-            engine_environment(threads, self.options.folder) | {"PYTHONPATH": root},
+            engine_environment(threads, self.options.folder) | {"PYTHONPATH": root} | self._drafts(method),
             folder / "logs" / f"bench-vllm-{self.size}-{method}-{threads}.log",
         )
         self.stack.callback(process.close)
-        arguments: dict[str, Any] = {"enforce_eager": True} if self.options.eager else {}
-        arguments |= self._pool_arguments(method) | ({"async_scheduling": False} if method == SYNCHRONOUS else {})
+        arguments = _engine_arguments(method) | ({"enforce_eager": True} if self.options.eager else {})
         setup = {**self.paths, "threads": threads, "methods": [method], "engine_args": arguments}
         with self.result.console.status(f"{self.size}: starting {method}; vLLM compiles for minutes the first time"):
             process.start(setup | {"vllm_method": _vllm_method(method)})
         return process
 
-    def _pool_arguments(self, method: str) -> dict[str, Any]:
-        addresses = {
-            POOL: self.pools["useful"],
-            POOL_SUFFIX: self.pools["useful"],
-            COUPLED: self.pools["useful"],
-            USELESS: self.pools["useless"],
-            DEAD: f"{LOOPBACK}:1",
-        }
-        if method not in addresses:
-            return {}
-        lookups = {"lookups": ["suffix"], "lookup_settings": SUFFIX_WITHOUT_HISTORY} if method == POOL_SUFFIX else {}
-        worker = {"worker_cls": "paceline.vllm.coupled_worker.CoupledWorker"} if method == COUPLED else {}
-        return {"additional_config": {"paceline": {"drafts": [addresses[method]], **lookups}}} | worker
+    def _drafts(self, method: str) -> dict[str, str]:
+        """The draft worker's address as a variable: as an argument, vLLM would compile anew for each address."""
+        if method in POOLS:
+            return {DRAFTS_VARIABLE: self.pools["useful"]}
+        addresses = {USELESS: self.pools["useless"], DEAD: f"{LOOPBACK}:1"}
+        return {DRAFTS_VARIABLE: addresses[method]} if method in addresses else {}
+
+
+def _engine_arguments(method: str) -> dict[str, Any]:
+    """More arguments of vLLM's `LLM`."""
+    suffix = {"lookups": ["suffix"], "lookup_settings": SUFFIX_WITHOUT_HISTORY}
+    arguments: dict[str, dict[str, Any]] = {
+        SYNCHRONOUS: {"async_scheduling": False},
+        POOL_SUFFIX: {"additional_config": {"paceline": suffix}},
+        COUPLED: {"worker_cls": "paceline.vllm.coupled_worker.CoupledWorker"},
+    }
+    return arguments.get(method, {})
 
 
 def _vllm_method(method: str) -> str:

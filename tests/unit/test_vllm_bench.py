@@ -34,14 +34,17 @@ SECONDS = {
 
 class FakeVllm:
     started: ClassVar[dict[tuple[str, int], Mapping[str, Any]]] = {}
+    drafts: ClassVar[dict[str, str | None]] = {}
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.environment = environment
         self.threads = int(environment["OMP_NUM_THREADS"])
 
     def start(self, setup: Mapping[str, Any]) -> None:
         [method] = setup["methods"]
         assert setup["threads"] == self.threads
         self.started[method, self.threads] = setup
+        self.drafts[method] = self.environment.get("PACELINE_DRAFTS")
 
     def generate(self, request: Mapping[str, Any]) -> tuple[list[list[int]], float]:
         tokens = [[7] * request["max_tokens"] for _ in request["prompts"]]
@@ -61,6 +64,7 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VllmBenchOptions
         yield f"{draft}:1"
 
     monkeypatch.setattr(FakeVllm, "started", {})
+    monkeypatch.setattr(FakeVllm, "drafts", {})
     monkeypatch.setattr(vllm_comparison, "PeerProcess", FakeVllm)
     monkeypatch.setattr(vllm_comparison, "draft_worker", draft_worker)
     monkeypatch.setattr(vllm_comparison, "useless", lambda draft: "wrong")
@@ -95,15 +99,11 @@ def test_plain_decoding_and_the_pools_have_the_threads_that_are_best_for_them(op
 
 def test_pools_are_told_their_draft_worker_and_keep_no_finished_requests(options: VllmBenchOptions) -> None:
     vllm_comparison.run(Console(quiet=True), options)
-
-    def told(method: str, threads: int) -> Mapping[str, Any]:
-        return FakeVllm.started[method, threads]["engine_args"]["additional_config"]["paceline"]  # type: ignore[no-any-return]
-
-    assert told(POOL, 1) == {"drafts": ["d:1"]}
-    assert told(USELESS, 2) == {"drafts": ["wrong:1"]}
-    history = {"suffix_decoding_max_cached_requests": 0}
-    assert told(POOL_SUFFIX, 1) == {"drafts": ["d:1"], "lookups": ["suffix"], "lookup_settings": history}
-    assert FakeVllm.started["ngram", 2]["engine_args"] == {}
+    assert FakeVllm.drafts == {"plain": None, "ngram": None, POOL: "d:1", POOL_SUFFIX: "d:1", USELESS: "wrong:1"}
+    suffix = {"lookups": ["suffix"], "lookup_settings": {"suffix_decoding_max_cached_requests": 0}}
+    arguments = {method: setup["engine_args"] for (method, _), setup in FakeVllm.started.items()}
+    assert arguments.pop(POOL_SUFFIX) == {"additional_config": {"paceline": suffix}}
+    assert arguments == {"plain": {}, "ngram": {}, POOL: {}, USELESS: {}}, "vLLM compiles anew for other arguments"
 
 
 def test_other_pools_are_measured_without_the_first(options: VllmBenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
