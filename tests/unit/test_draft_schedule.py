@@ -245,6 +245,43 @@ def test_a_draft_is_waited_for_while_it_pays(turns: Turns, rounds: int) -> None:
     assert turns.rounds() == rounds
 
 
+def test_a_concurrent_draft_is_judged_by_its_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup has guessed a node that the draft may guess, too; a row takes 1 ms, a round 2 ms."""
+    asked: list[dict[str, float]] = []
+    observed: list[tuple[float, float, float, bool]] = []
+    now = 0.0
+
+    class Recorded(WaitPolicy):
+        def wait_s(self, frontier: float, rounds: int, expected: float, step_s: float, **more: float) -> float:
+            asked.append({"frontier": frontier, "rounds": rounds, "expected": expected, "step_s": step_s, **more})
+            return 3e-3 if len(asked) < 3 else 0.0
+
+        def observe(self, frontier: float, gain: float, delay_s: float, *, first: bool) -> None:
+            observed.append((frontier, gain, delay_s, first))
+
+    def receive(timeout_s: float) -> bool:
+        nonlocal now
+        assert timeout_s == 3e-3
+        now += 2e-3
+        depth = len(observed) + 1
+        request.tree.graft(Growth(2, depth, [depth - 1], [7], [math.log(0.5)]), MAX_NODES)
+        return True
+
+    monkeypatch.setattr("paceline.engine.draft_schedule.WaitPolicy", Recorded)
+    request = drafted_request()
+    request.max_depth = 4
+    request.tree.graft(Growth(2, 1, [0], [5], [math.log(0.4)]), MAX_NODES, OWN_DRAFT_SOURCE + 1)
+    cost = StepCost(RowCost([1, 101], [10e-3, 110e-3]))
+    make_draft_schedule(True, False, cost, lambda: now).wait([request], receive)
+    assert [each["frontier"] for each in asked] == pytest.approx([1.0, 0.5, 0.25])
+    assert [each["rounds"] for each in asked] == [4, 3, 2]
+    assert [each["first"] for each in asked] == [True, False, False]
+    assert [each["by_lookups"] for each in asked] == pytest.approx([0.4] * 3)
+    assert [each["rows_s"] for each in asked] == pytest.approx([1e-3] * 3)
+    assert asked[1]["step_s"] - asked[0]["step_s"] >= 2e-3 - 1e-9, "the wait counts"
+    assert observed == [pytest.approx((1.0, 0.5, 2e-3, True)), pytest.approx((0.5, 0.25, 2e-3, False))]
+
+
 def test_lockstep_has_a_timeout_over_all_rounds() -> None:
     """Useless growth used to hold the engine forever."""
     now, timeouts = 0.0, list[float]()
