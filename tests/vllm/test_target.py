@@ -163,14 +163,14 @@ async def test_a_killed_vllm_loses_no_token(stack: ChaosStack, http: httpx.Async
     """Its streams go on at the other one, under every sampling rule and grammar."""
     url = stack.urls["gateway-1"]
     replays = await stack.metric(url, REPLAYS)
-    async with streaming(http, known, url) as streams:
-        await until(lambda: any(len(stream.got.tokens) > TOKENS // 4 for stream in streams))
-        victim = next(iter(stack.deployment.targets))
-        assert stack.send(victim, signal.SIGKILL, "compute")
-    for stream in streams:
-        stream.check()
-    assert await stack.metric(url, REPLAYS) > replays + 3
-    await asyncio.wait_for(stack.wait_ready(), PATIENCE_S)
+    while await stack.metric(url, REPLAYS) <= replays + 3:  # a target that is ahead may be done before its end
+        async with streaming(http, known, url) as streams:
+            await until(lambda: any(len(stream.got.tokens) > TOKENS // 4 for stream in streams))
+            victim = next(iter(stack.deployment.targets))
+            assert stack.send(victim, signal.SIGKILL, "compute")
+        for stream in streams:
+            stream.check()
+        await asyncio.wait_for(stack.wait_ready(), PATIENCE_S)
 
 
 async def test_what_cannot_work_is_said_before_it_starts() -> None:
