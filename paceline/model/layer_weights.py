@@ -14,16 +14,34 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayerWeights:
-    """Weights of one layer, [out, in] and [out], all of one dtype; None for a missing one."""
+class QuantizedWeight:
+    """A matrix [out, in] in blocks of codes with scales, as a GGUF file has them. Only native code multiplies it."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    type: int
+    """GGUF's number of the block type."""
+    shape: tuple[int, int]
+    data: Tensor
+    """uint8 [out, bytes of a column]."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+Weight = Tensor | QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayerWeights:
+    """Weights of one layer: matrices [out, in], all tensors of one dtype; norms and biases [out], of any floating-point
+    dtype; None for a missing one."""
+
+    query: Weight
+    key: Weight
+    value: Weight
+    output: Weight
+    gate: Weight
+    up: Weight
+    down: Weight
     input_norm: Tensor | None = None
     inner_norm: Tensor | None = None
     query_norm: Tensor | None = None
