@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,8 +22,8 @@ class QuantizedWeight:
     type: int
     """GGUF's number of the block type."""
     shape: tuple[int, int]
-    data: Tensor
-    """uint8 [out, bytes of a column]."""
+    data: npt.NDArray[np.uint8]
+    """[out, bytes of a column], contiguous."""
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from paceline.model.rows import Row
 
 WIDTH = 32
 """Heads in the cache are padded to a multiple of this."""
+_LAYER_PACKED = ctypes.CFUNCTYPE(None)
 _SUM = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_float), ctypes.c_int64)
 
 
@@ -71,6 +72,7 @@ class _NetworkSpec(ctypes.Structure):
         *((name, Pointer) for name in ("norm", "token_norm", "state_norm", "projection_bias", "cache")),
         ("slots", ctypes.c_int64),
         ("sum", Pointer),
+        ("layer_packed", Pointer),
     )
 
 
@@ -104,10 +106,11 @@ class NativeNetwork:
         head: Weight | None = None,
         sums: AllReduce | None = None,
         fusion: StateFusion | None = None,
+        layer_packed: Callable[[], None] = lambda: None,
     ) -> None:
         """Weights are copied, except the embedding [vocabulary, hidden]. `cache`: heads have `head_width`. `scale`: of
         scores. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the sum over the ranks that share the layers.
-        `fusion`: passes have states, too. Raises `NativeUnavailableError`.
+        `fusion`: passes have states, too. `layer_packed` is called when a layer's weights have been copied. Raises `NativeUnavailableError`.
         """
         self._native = NativeLibrary.instance()
         self._hidden, self._dtype = hidden, cache.dtype
@@ -115,6 +118,7 @@ class NativeNetwork:
         self._sums = sums
         self._failure: Exception | None = None
         callback = _SUM(self._add_up) if sums is not None else None
+        packed = _LAYER_PACKED(layer_packed)
         self._kept_alive = (rotary, embedding, cache, callback)  # the network reads them in place
         fused, layers = (StateFusion(), layers) if fusion is None else _padded_fusion(fusion, layers, hidden)
         kept = _Addresses()  # until the network has copied the weights
@@ -146,6 +150,7 @@ class NativeNetwork:
             cache=address(cache.data),
             slots=cache.data.shape[1],
             sum=ctypes.cast(callback, Pointer) if callback is not None else None,
+            layer_packed=ctypes.cast(packed, Pointer),
         )
         self._handle = self._native.create(self, "network", ctypes.byref(spec), specs, self._native.thread_pool)
 
@@ -210,7 +215,7 @@ class _Addresses:
     """The addresses of weights, which it keeps alive: matrices contiguous, vectors as contiguous float32."""
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
+        self._kept: list[Weight] = []
 
     def layer(self, layer: DecoderLayerWeights) -> _LayerSpec:
         matrices = (self.weights(getattr(layer, name)) for name in _LayerSpec.MATRICES)
@@ -219,15 +224,17 @@ class _Addresses:
 
     def weights(self, matrix: Weight | None) -> _Weights:
         if isinstance(matrix, QuantizedWeight):
-            return _Weights(self._address(matrix.data), matrix.type)
+            self._kept.append(matrix)
+            return _Weights(matrix.data.ctypes.data, matrix.type)
         return _Weights(None if matrix is None else self._address(matrix), DENSE)
 
     def vector(self, vector: Tensor | None) -> int | None:
         return None if vector is None else self._address(vector.float())
 
     def _address(self, tensor: Tensor) -> int:
-        self._tensors.append(tensor.detach().contiguous())
-        return self._tensors[-1].data_ptr()
+        kept = tensor.detach().contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
 
 
 def _padded_fusion(

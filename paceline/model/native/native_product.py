@@ -16,11 +16,13 @@ class NativeProduct:
         """Copies weight [out, in], in one of `DTYPES` or quantised, and bias [out]. Raises `NativeUnavailableError`."""
         self._native = NativeLibrary.instance()
         self._out, self._in = weight.shape
-        quantised = isinstance(weight, QuantizedWeight)
-        self._dtype = torch.float32 if quantised else weight.dtype
-        kind, data = (weight.type, weight.data) if quantised else (DENSE, weight)
-        data, bias = data.detach().contiguous(), None if bias is None else bias.float().contiguous()
-        matrix = self._dtype == torch.bfloat16, address(data), kind, address(bias), *weight.shape
+        bias = None if bias is None else bias.float().contiguous()
+        if isinstance(weight, QuantizedWeight):
+            self._dtype, data, kind = torch.float32, weight.data.ctypes.data, weight.type
+        else:
+            dense = weight.detach().contiguous()
+            self._dtype, data, kind = dense.dtype, dense.data_ptr(), DENSE
+        matrix = self._dtype == torch.bfloat16, data, kind, address(bias), *weight.shape
         self._handle = self._native.create(self, "product", *matrix, self._native.thread_pool)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -33,6 +35,6 @@ class NativeProduct:
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """The numbers of a quantised weight, float32 [out, in]. Raises `NativeUnavailableError`."""
-    data, numbers = weight.data.contiguous(), torch.empty(weight.shape)
-    NativeLibrary.instance().lib.paceline_dequantise(weight.type, address(data), *weight.shape, address(numbers))
+    numbers, data = torch.empty(weight.shape), weight.data.ctypes.data
+    NativeLibrary.instance().lib.paceline_dequantise(weight.type, data, *weight.shape, address(numbers))
     return numbers

@@ -41,6 +41,7 @@ struct NetworkSpec {  // part of the C interface
     void* cache;                              // [layers, slots, 2 * key-value heads, head width]
     int64_t slots;
     void (*sum)(float* values, int64_t count);  // sums over the ranks that share the layers; null: one rank
+    void (*layer_packed)();                     // called when a layer's weights have been copied
 };
 
 struct PassSpec {  // part of the C interface
@@ -73,7 +74,10 @@ class Network : public AnyNetwork {
           inner_(padded(spec.inner, LANES)),
           attended_(spec.query_heads * spec.head_width),
           arenas_(pool.parts()) {
-        for (int l = 0; l < spec.layers; l++) layers_.emplace_back(*this, pool, layers[l]);
+        for (int l = 0; l < spec.layers; l++) {
+            layers_.emplace_back(*this, pool, layers[l]);
+            spec.layer_packed();
+        }
         token_norm_ = vector_of(spec.token_norm, spec.hidden, hidden_);
         state_norm_ = vector_of(spec.state_norm, spec.hidden, hidden_);
         if (spec.projection.data)
