@@ -151,12 +151,20 @@ struct BlockScales {  // of 16 columns
     Floats scale[2], minimum[2];  // by half; [0] alone where a block has one
 };
 inline Floats small_unsigned(const uint8_t* p) {
+#if defined(__AVX512F__)  // GCC 12 converts in three steps
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p)));
+#else
     typedef uint8_t Small __attribute__((vector_size(LANES)));
     return to_floats(__builtin_convertvector(load<Small>(p), Ints));
+#endif
 }
 inline Floats small_signed(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p)));
+#else
     typedef int8_t Small __attribute__((vector_size(LANES)));
     return to_floats(__builtin_convertvector(load<Small>(p), Ints));
+#endif
 }
 enum Minimum { NO_MINIMUM, ADDED, TAKEN };
 
@@ -169,7 +177,10 @@ struct TwoBlocks {
         if constexpr (IS_BF16) return (Floats)(__builtin_convertvector(load<Halves>(p), Uint32s) << 16);
         return load_halves(p);
     }
-    static void load_scales(const uint8_t* p, int b, BlockScales& s) {
+    struct Factors {
+        explicit Factors(const uint8_t*) {}
+    };
+    static void load_scales(const Factors&, const uint8_t* p, int b, BlockScales& s) {
         s.scale[0] = number(p + 32 * b);
         if constexpr (HAS_MINIMUM) s.minimum[0] = load_halves(p + 64 + 32 * b);
     }
@@ -186,12 +197,17 @@ struct SuperBlock {
     static constexpr int BLOCKS = 8, HALVES = HALVES_, SMALL = BLOCKS * HALVES * LANES;
     static constexpr int BYTES = 64 + SMALL * (HAS_MINIMUM ? 2 : 1);
     static constexpr Minimum MINIMUM = HAS_MINIMUM ? TAKEN : NO_MINIMUM;
-    static void load_scales(const uint8_t* p, int b, BlockScales& s) {
-        const Floats factor = load_halves(p);
+    struct Factors {
+        Floats scale, minimum;
+        explicit Factors(const uint8_t* p) : scale(load_halves(p)) {
+            if constexpr (HAS_MINIMUM) minimum = load_halves(p + 32);
+        }
+    };
+    static void load_scales(const Factors& factors, const uint8_t* p, int b, BlockScales& s) {
         for (int h = 0; h < HALVES; h++) {
             const uint8_t* small = p + 64 + LANES * (b * HALVES + h);
-            s.scale[h] = factor * (IS_SIGNED ? small_signed(small) : small_unsigned(small));
-            if constexpr (HAS_MINIMUM) s.minimum[h] = load_halves(p + 32) * small_unsigned(small + SMALL);
+            s.scale[h] = factors.scale * (IS_SIGNED ? small_signed(small) : small_unsigned(small));
+            if constexpr (HAS_MINIMUM) s.minimum[h] = factors.minimum * small_unsigned(small + SMALL);
         }
     }
     static void store_scales(const UnitColumn& from, int column, uint8_t* p) {
@@ -287,7 +303,7 @@ inline void dequantise(BlockType type, const uint8_t* column, int in, float* out
             L::store_scales(unit, 0, scales);
             for (int b = 0; b < L::BLOCKS && u * L::UNIT_INPUTS + b * BLOCK < in; b++) {
                 BlockScales s = {};
-                L::load_scales(scales, b, s);
+                L::load_scales(typename L::Factors(scales), scales, b, s);
                 for (int i = 0; i < BLOCK; i++) {
                     const int h = L::HALVES == 2 ? i / (BLOCK / 2) : 0;
                     const int code = L::value(unit.codes[BLOCK * b + i]) - L::OFFSET;
@@ -435,6 +451,7 @@ template <class L, int R>
 inline void panel_product(const uint8_t* w, int units, const uint8_t* x, int rows, const float* bias, float* y, size_t stride, bool add) {
     Floats sums[R] = {};
     for (int u = 0; u < units; u++, w += L::UNIT_BYTES) {
+        const typename L::Factors factors(w);
 #pragma GCC unroll 1
         for (int b = 0; b < L::BLOCKS; b++, x += QuantisedRows::record(R)) {
             constexpr int SHARE = (L::UNIT_BYTES + VECTOR_BYTES * L::BLOCKS - 1) / (VECTOR_BYTES * L::BLOCKS);
@@ -442,7 +459,7 @@ inline void panel_product(const uint8_t* w, int units, const uint8_t* x, int row
             Uint32s v[BLOCK_VECTORS];
             BlockScales s;
             L::load_codes(w + L::SCALE_BYTES + b * L::BLOCK_BYTES, v);
-            L::load_scales(w, b, s);
+            L::load_scales(factors, w, b, s);
             const float* floats = (const float*)(x + BLOCK * R);
             const int32_t* integers = (const int32_t*)(floats + 2 * R);
 #pragma GCC unroll 16
