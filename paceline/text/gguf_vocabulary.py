@@ -72,10 +72,13 @@ class GgufVocabulary:
     @cached_property
     def ids(self) -> dict[str, int]:
         """By token, without those that only fill up the embedding."""
-        ids = {token: id_ for id_, token in enumerate(self.tokens) if not self._fills(id_, token)}
-        repeated = (token for id_, token in enumerate(self.tokens) if ids.get(token, id_) != id_)
-        if (twice := next(repeated, None)) is not None:
-            raise self.error(f"{TOKENS} holds {twice!r} twice")
+        ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        if len(ids) < len(self.tokens) and (twice := {t: i for i, t in enumerate(self.tokens) if t and ids[t] != i}):
+            raise self.error(f"{TOKENS} holds {next(iter(twice))!r} twice")
+        for id_, type_ in enumerate(self.types):
+            if type_ == UNUSED and self.tokens[id_] == f"[PAD{id_}]":
+                del ids[self.tokens[id_]]
+        ids.pop("", None)
         return ids
 
     @cached_property
@@ -106,9 +109,6 @@ class GgufVocabulary:
     def is_special(self, id_: int) -> bool:
         """Whether an added token controls the model, and is not text."""
         return self.types[id_] != USER_DEFINED or id_ in self.roles.values()
-
-    def _fills(self, id_: int, token: str) -> bool:
-        return not token or (self.types[id_] == UNUSED and token == f"[PAD{id_}]")
 
     def _of_each_token(self, key: str) -> list[Any]:
         values: list[Any] = self._file.need(key, list)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,9 @@ def vocabulary_fingerprint(model: str) -> str:
 
 
 def _digest(backend: Backend) -> str:
-    by_id = sorted((id_, token) for token, id_ in backend.get_vocab(with_added_tokens=True).items())
-    return sha256(json.dumps(by_id, separators=(",", ":")).encode()).hexdigest()
+    by_id = sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
+    pairs = [(id_, token) for token, id_ in by_id]
+    return sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
 
 
 def _numbers(size: int) -> Backend:
