@@ -96,12 +96,13 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
         speculative: bool = True,
     ) -> list[Completion]:
-        """Complete every prompt (text, or token ids), in the order of the prompts.
+        """Complete every prompt (text, or token ids), in the order of the prompts. `sampling`: for all prompts, or one for
+        each.
 
         A completion ends before the first string of `stop` after `min_tokens`, or with a token of
         `sampling.stop_token_ids` or the model's own end-of-text tokens. Raises ValueError if any prompt cannot be
@@ -112,7 +113,7 @@ class LLM:
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
         speculative: bool = True,
@@ -127,18 +128,21 @@ class LLM:
         return self._complete(prompts, sampling, stop, speculative=speculative)
 
     def _complete(
-        self, prompts: list[list[int]], sampling: SamplingParams | None, stop: str | Sequence[str], *, speculative: bool
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        stop: str | Sequence[str],
+        *,
+        speculative: bool,
     ) -> list[Completion]:
-        params = sampling or SamplingParams()
-        eos = self.model.eos_token_ids
-        params = params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *eos)})
+        all_params = [self._with_ends(each) for each in _one_for_each(sampling, len(prompts))]
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ValueError("a stop string needs at least one character")
         options = SpeculativeOptions(enabled=None if speculative else False, report=True)
         running: dict[str, _RunningRequest] = {}
         try:
-            for prompt in prompts:
+            for prompt, params in zip(prompts, all_params, strict=True):
                 request = GenerationRequest(f"llm-{next(self._serial)}", prompt, params, options, stop=stops)
                 running[request.request_id] = _RunningRequest(request, self.tokenizer)
                 self._engine.submit(request)
@@ -150,6 +154,10 @@ class LLM:
             self._engine.reset()
             raise
         return [each.completion() for each in running.values()]
+
+    def _with_ends(self, params: SamplingParams) -> SamplingParams:
+        """Requests end at the model's own ends, too."""
+        return params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *self.model.eos_token_ids)})
 
     def _drafting(self, speculation: SpeculativeConfig, config: EngineConfig) -> DraftClient:
         self.position_limit = 0
@@ -180,6 +188,15 @@ class LLM:
         if template is None:
             raise ValueError(f"{self.model.name} has no chat template: use generate")
         return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
+
+
+def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    """Raises ValueError if there are several, but not one for each prompt."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise ValueError(f"sampling has {len(sampling)} entries for {count} prompts: give one, or one for each prompt")
+    return sampling
 
 
 class _RunningRequest:

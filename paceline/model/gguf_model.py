@@ -6,20 +6,27 @@ For kinds with Llama's layers. Others are dequantised and run by transformers' c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.config import EngineConfig
+from paceline.gguf.gguf_config import is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile, GgufTensor
 from paceline.gguf.gguf_names import unpermuted_rows
 from paceline.model.attention import Heads, KVCache
 from paceline.model.layer_weights import DecoderLayerWeights, QuantizedWeight, RotaryTables, Weight
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
+from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.native.native_product import dequantize
+from paceline.model.network_factory import log_once
 from paceline.model.rows import Row
+from paceline.text import vocabulary_fingerprint
+from paceline.text.gguf_tokenizer import eos_token_ids
 
 MATRICES = {
     **{"query": "attn_q", "key": "attn_k", "value": "attn_v", "output": "attn_output"},
@@ -165,15 +172,75 @@ def _numbers(tensor: GgufTensor) -> Tensor:
 
 
 def rotary_tables(file: GgufFile, config: Mapping[str, Any], positions: int) -> RotaryTables:
-    """Cosines and sines by transformers' formulas: of a fixed base, with a linear factor, or with the factors of
-    `rope_freqs.weight` (Llama 3.1)."""
+    """Cosines and sines by transformers' formulas; with the factors of `rope_freqs.weight`, where a file has them."""
     rope = config.get("rope_parameters") or {}
-    size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    frequencies = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
-    if rope.get("rope_type", "default") == "linear":
-        frequencies = frequencies / float(rope["factor"])
-    if "rope_freqs.weight" in file.tensors:
+    frequencies, scaling = 1.0 / _powers(config, float(rope["rope_theta"])), 1.0
+    if "rope_freqs.weight" in file.tensors:  # Llama 3.1
         frequencies = frequencies / _numbers(file.tensor("rope_freqs.weight"))
+    elif (kind := rope.get("rope_type", "default")) == "linear":
+        frequencies = frequencies / float(rope["factor"])
+    elif kind != "default":
+        frequencies, scaling = _scaled_frequencies(kind, config)
     angles = torch.arange(positions).float()[:, None] * frequencies
-    return RotaryTables(angles.cos().contiguous(), angles.sin().contiguous())
+    return RotaryTables((angles.cos() * scaling).contiguous(), (angles.sin() * scaling).contiguous())
+
+
+def _powers(config: Mapping[str, Any], base: float) -> Tensor:
+    size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    powers: Tensor = base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
+    return powers
+
+
+def _scaled_frequencies(kind: str, config: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """By transformers' own function of this kind of scaling, such as yarn."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**config), torch.device("cpu"))
+    return frequencies, float(scaling)
+
+
+def load_packed(path: Path, name: str, config: EngineConfig) -> GgufModel | None:
+    """The model in a GGUF file; None if native code does not compute it, which one line of the log says.
+
+    Raises `GgufError`, or ValueError if the configuration asks for what a packed model cannot do.
+    """
+    file = GgufFile.open(path)
+    settings = transformers_config(file)
+    if not is_packed_kind(settings) or config.device != "cpu":
+        return None
+    if config.tensor_parallel_size > 1:
+        raise ValueError("the weights of a GGUF file cannot be shared by ranks yet: set tensor_parallel_size to 1")
+    try:
+        return GgufModel(_info(file, name, settings, config), file, settings, _dtype(file, config))
+    except NativeUnavailableError as error:
+        log_once(f"no native pass, {path.name} is dequantised: {error}")
+        return None
+
+
+def _info(file: GgufFile, name: str, settings: Mapping[str, Any], config: EngineConfig) -> ModelInfo:
+    positions = int(settings["max_position_embeddings"])
+    longest = config.max_model_len or positions
+    if longest > positions:
+        raise ValueError(f"max_model_len {longest} exceeds the {positions} positions of {name}: lower it")
+    return ModelInfo(
+        name=name,
+        vocabulary_size=file.tensor("token_embd.weight").shape[0],
+        max_model_len=longest,
+        layers=int(settings["num_hidden_layers"]),
+        slots=config.slot_count,
+        eos_token_ids=tuple(eos_token_ids(file)),
+        fingerprint=vocabulary_fingerprint(str(file.path)),
+        folder=file.path,
+        rows_invariant=True,
+    )
+
+
+def _dtype(file: GgufFile, config: EngineConfig) -> torch.dtype:
+    """Of keys, values, and matrices that are not quantised: float32 if the file has a matrix of it, else bfloat16."""
+    if config.dtype == "float16":
+        raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
+    wide = any(len(tensor.shape) > 1 and tensor.type.name == "F32" for tensor in file.tensors.values())
+    chosen = ("float32" if wide else "bfloat16") if config.dtype == "auto" else config.dtype
+    dtype: torch.dtype = getattr(torch, chosen)
+    return dtype

@@ -20,6 +20,7 @@ from paceline.model.network_factory import make_attention
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import GROUP, TILE, Row, SlotTable
 from tests.helpers.flash_attention import use_stand_ins
+from tests.helpers.row_runs import assert_same, chunks, lockstep, one_by_one, random_trees
 
 VOCABULARY = 256
 LONGEST = 3 * TILE + 11
@@ -105,11 +106,6 @@ def model(family: str, dtype: torch.dtype, slots: int = 1024, **changes: Any) ->
 
 def tokens(count: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=count)
-
-
-def one_by_one(model: TransformersModel, sequence: list[int]) -> list[torch.Tensor]:
-    table = SlotTable(range(1, len(sequence) + 1))
-    return [model.run([table.row(token, position)], [0]).logits[0] for position, token in enumerate(sequence)]
 
 
 @cache
@@ -281,58 +277,3 @@ MUTANTS: dict[str, Callable[[SlotTable, int, list[int]], Row]] = {
 def test_mutants_are_caught(family: str, mutant: str) -> None:
     mutated = random_trees(model(family, torch.float32), tokens(LONGEST), MUTANTS[mutant])
     assert any(not torch.equal(a, b) for a, b in zip(reference(family, torch.float32), mutated, strict=True))
-
-
-def random_trees(
-    model: TransformersModel,
-    sequence: list[int],
-    make: Callable[[SlotTable, int, list[int]], Row] = SlotTable.branch_row,
-) -> list[torch.Tensor]:
-    """Run `sequence` in steps: each verifies a part of it as a path among decoys, then commits the path."""
-    rng = random.Random(3)
-    table, logits, free = SlotTable(), [], list(range(1000, 0, -1))
-    while len(logits) < len(sequence):
-        depth = min(rng.randint(1, 6), len(sequence) - len(logits))
-        rows, wanted, path, decoys = [], [], [], []
-        for token in sequence[len(logits) : len(logits) + depth]:
-            for _ in range(rng.randint(0, 2)):
-                decoys.append(free.pop())
-                rows.append(make(table, rng.randrange(VOCABULARY), [*path, decoys[-1]]))
-            path.append(free.pop())
-            wanted.append(len(rows))
-            rows.append(make(table, token, path.copy()))
-        logits += model.run(rows, wanted).logits.unbind()
-        table.slots.extend(path)
-        free = decoys + free
-    return logits
-
-
-def chunks(model: TransformersModel, sequence: list[int], size: int) -> list[torch.Tensor]:
-    table, logits = SlotTable(), []
-    slots = random.Random(9).sample(range(1, 1000), len(sequence))
-    for start in range(0, len(sequence), size):
-        part = sequence[start : start + size]
-        table.slots.extend(slots[start : start + size])
-        rows = [table.row(token, start + i) for i, token in enumerate(part)]
-        logits += model.run(rows, range(len(rows))).logits.unbind()
-    return logits
-
-
-def lockstep(model: TransformersModel, sequences: list[list[int]]) -> list[list[torch.Tensor]]:
-    """Run one token of every unfinished sequence in each pass."""
-    tables = [SlotTable() for _ in sequences]
-    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
-    free = list(range(2000, 0, -1))
-    for position in range(max(map(len, sequences))):
-        live = [i for i, sequence in enumerate(sequences) if position < len(sequence)]
-        for i in live:
-            tables[i].slots.append(free.pop())
-        rows = [tables[i].row(sequences[i][position], position) for i in live]
-        for i, row in zip(live, model.run(rows, range(len(rows))).logits, strict=True):
-            logits[i].append(row)
-    return logits
-
-
-def assert_same(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
-    different = [i for i, (a, b) in enumerate(zip(ours, exact, strict=True)) if not torch.equal(a, b)]
-    assert not different, f"{len(different)} of {len(exact)} rows differ, first at {different[:5]}"

@@ -39,6 +39,7 @@ ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 FLASH = ("unit/test_paged_attention.py",)
 TRITON = ("unit/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
+QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
 
@@ -571,6 +572,42 @@ MUTANTS = (
         "if (!claimed_[part].value.compare_exchange_strong(free, phase + 1, std::memory_order_acq_rel)) continue;",
         "claimed_[part].value.store(free + 1, std::memory_order_release);",
         NATIVE,
+    ),
+    Mutant(
+        "native: a block is worth the scale of the other block of its unit",
+        "paceline/model/native/packed.hpp",
+        "s.scale[0] = number(p + 32 * b);",
+        "s.scale[0] = number(p + 32 * (1 - b));",
+        QUANTISED,
+    ),
+    Mutant(
+        "native: the halves of a byte are swapped",
+        "paceline/model/native/blocks.hpp",
+        "codes[i] = from[i] & 15, codes[i + COUNT] = from[i] >> 4;",
+        "codes[i] = from[i] >> 4, codes[i + COUNT] = from[i] & 15;",
+        QUANTISED,
+    ),
+    Mutant(
+        "native: with several rows a product's last step rounds twice",
+        "paceline/model/native/packed.hpp",
+        "sums[r] = add_block<L>(sums[r], dots, s, floats[r], floats[R + r], integers + R + r, R);",
+        "sums[r] = sums[r] + add_block<L>(R > 1 ? Floats{} : sums[r], dots, s, floats[r], floats[R + r], integers + R + r, R)"
+        " - (R > 1 ? Floats{} : sums[r]);",
+        QUANTISED,
+    ),
+    Mutant(
+        "native: bytes above 127 saturate where there is no instruction for dot products",
+        "paceline/model/native/packed.hpp",
+        "        if constexpr (IS_WIDE) {\n            const __m256i top",
+        "        if constexpr (false) {\n            const __m256i top",
+        QUANTISED,
+    ),
+    Mutant(
+        "a llama file's rows of q and k stay in the file's order",
+        "paceline/model/gguf_model.py",
+        'PERMUTED_KINDS = ("llama",)',
+        "PERMUTED_KINDS = ()",
+        QUANTISED,
     ),
     Mutant(
         "native: a phase begins before the one before has ended",

@@ -1,0 +1,157 @@
+"""A packed model computes what its file says, and a row depends on its own path alone."""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.config import EngineConfig
+from paceline.gguf.gguf_file import GgufError
+from paceline.gguf import gguf_names
+from paceline.model import gguf_model
+from paceline.model.gguf_model import GgufModel, load_packed
+from paceline.model.layer_weights import QuantizedWeight
+from paceline.model.native.native_library import NativeLibrary
+from tests.helpers.gguf_files import tiny_config, write_gguf
+from tests.helpers.row_runs import assert_same, chunks, lockstep, one_by_one, random_trees
+
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
+
+LONGEST = 150
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
+"""Widths that formats with blocks of 256 take."""
+INT8_ROWS = 0.03
+"""Largest difference from float32 rows, relative to the largest logit; seen: 0.015. A wrong order of rows shows as 0.3
+and more."""
+
+
+class Written:
+    """A tiny file, and the network that computes what it says."""
+
+    def __init__(self, folder: Path, kind: str, quantization: str, **changes: Any) -> None:
+        self.path = folder / "tiny.gguf"
+        self.network: nn.Module = write_gguf(self.path, tiny_config(kind, **changes), quantization)
+
+    def load(self, dtype: str = "float32", slots: int = 2048) -> GgufModel:
+        model = load_packed(self.path, "tiny", EngineConfig(slots=slots, dtype=dtype))
+        assert model is not None
+        return model
+
+    def expected(self, sequence: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = self.network(torch.tensor([sequence])).logits[0]
+        return logits
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def write(kind: str, quantization: str, *, wide: bool = False) -> Written:
+        return Written(tmp_path_factory.mktemp(kind), kind, quantization, **(WIDE if wide else {}))
+
+    return write
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(3, 259), k=count)
+
+
+def difference(file: Written, model: GgufModel) -> float:
+    """Of logits, relative to the largest."""
+    sequence = tokens(60)
+    expected = file.expected(sequence)
+    return float((torch.stack(one_by_one(model, sequence)) - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("quantization", ["Q8_0", "Q4_0", "Q5_1", "F32", "F16"])
+def test_a_packed_model_computes_what_transformers_computes_with_its_numbers(
+    kind: str, quantization: str, written: Any
+) -> None:
+    file = written(kind, quantization)
+    assert difference(file, file.load()) < (1e-3 if quantization.startswith("F") else INT8_ROWS)
+
+
+@pytest.mark.parametrize("quantization", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_formats_with_two_levels_of_scales_compute_the_same(quantization: str, written: Any) -> None:
+    file = written("llama", quantization, wide=True)
+    assert difference(file, file.load()) < INT8_ROWS
+
+
+def test_weights_stay_packed(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[type] = []
+    monkeypatch.setattr(
+        gguf_model,
+        "NativeNetwork",
+        lambda layers, *_, **options: seen.extend(
+            type(each) for layer in layers for each in (layer.query, layer.value, layer.gate, layer.up, layer.down)
+        ),
+    )
+    written("qwen2", "Q8_0").load()
+    assert set(seen) == {QuantizedWeight}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "quantization", "wide"), [("llama", "Q8_0", False), ("qwen2", "Q4_K", True), ("qwen3", "Q6_K", True)])
+def test_rows_equal_one_row_at_a_time(kind: str, quantization: str, wide: bool, dtype: str, written: Any) -> None:
+    file, sequence = written(kind, quantization, wide=wide), tokens(LONGEST)
+    alone = one_by_one(file.load(dtype), sequence)
+    assert_same(random_trees(file.load(dtype), sequence), alone)
+    for size in (3, 17, 61, 150):
+        assert_same(chunks(file.load(dtype), sequence, size), alone)
+    others = [tokens(n, seed=n) for n in (20, 65, 7)]
+    assert_same(lockstep(file.load(dtype), [*others, sequence])[-1], alone)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(written: Any) -> None:
+    file, sequence, before = written("llama", "Q4_K", wide=True), tokens(40), NativeLibrary.instance()
+    runs = []
+    try:
+        for threads in (1, 2, 3):
+            NativeLibrary.set_instance(NativeLibrary(threads))
+            runs.append(chunks(file.load("bfloat16"), sequence, 16))
+    finally:
+        NativeLibrary.set_instance(before)
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+
+
+def test_rows_of_queries_and_keys_in_the_order_of_the_file_are_noticed(
+    written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written("llama", "Q8_0")
+    monkeypatch.setattr(gguf_model, "PERMUTED_KINDS", ())
+    assert difference(file, file.load()) > 5 * INT8_ROWS
+    assert (gguf_names.unpermuted_rows(1, 4) == [0, 2, 1, 3]).all()
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    def cut(name: str, data: Any) -> Any:
+        return data[:-32] if name == "blk.1.ffn_up.weight" else data
+
+    write_gguf(tmp_path / "tiny.gguf", tiny_config("llama"), change=cut)
+    with pytest.raises(GgufError, match=r"blk\.1\.ffn_up\.weight"):
+        load_packed(tmp_path / "tiny.gguf", "tiny", EngineConfig(slots=256))
+
+
+def test_hidden_states_and_the_embedding_are_those_of_the_network(written: Any) -> None:
+    file, sequence = written("llama", "Q8_0"), tokens(20)
+    model = file.load()
+    with torch.inference_mode():
+        states = file.network(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+    from paceline.model.rows import SlotTable
+
+    table = SlotTable(range(1, 21))
+    hidden = model.run([table.row(token, i) for i, token in enumerate(sequence)], [], (0, 1)).hidden
+    assert hidden is not None
+    assert torch.equal(hidden[:, 0], states[0][0])
+    assert torch.equal(model.embedding()[sequence], states[0][0])
+    assert (hidden[:, 1] - states[1][0]).abs().max() < INT8_ROWS * states[1].abs().max()
