@@ -42,6 +42,8 @@ class GgufError(ValueError):
 class BlockType(NamedTuple):
     """How a tensor's numbers are stored: blocks of `size` neighbouring inputs in `bytes` bytes."""
 
+    number: int
+    """The file's number of the type."""
     name: str
     size: int
     bytes: int
@@ -53,7 +55,7 @@ class BlockType(NamedTuple):
 
 
 BLOCK_TYPES: Mapping[int, BlockType] = {
-    number: BlockType(*fields)
+    number: BlockType(number, *fields)
     for number, fields in {
         0: ("F32", 1, 4),
         1: ("F16", 1, 2),
@@ -98,7 +100,7 @@ class GgufFile:
     def __init__(self, path: Path | str) -> None:
         """`path`: the file, or the first of its parts. Raises `GgufError`."""
         self.path = Path(path)
-        parts = [_Part(each) for each in part_paths(self.path)]
+        self._parts = parts = [_Part(each) for each in part_paths(self.path)]
         self.metadata: Mapping[str, Any] = parts[0].metadata
         self.tensors: Mapping[str, GgufTensor] = {name: t for part in parts for name, t in part.tensors.items()}
         expected = self.metadata.get("split.tensors.count", len(self.tensors))
@@ -136,6 +138,11 @@ class GgufFile:
         if name not in self.tensors:
             raise GgufError(f"{self.path} has no tensor {name}: it is incomplete, or of another kind")
         return self.tensors[name]
+
+    def release_pages(self) -> None:
+        """Give the memory of what was read back. The next access reads again, mostly from the page cache."""
+        for part in self._parts:
+            part.release_pages()
 
     @cached_property
     def size(self) -> int:
@@ -201,6 +208,9 @@ class _Part:
         tensors, keys = self._scalar("Q"), self._scalar("Q")
         self.metadata = {key: self._value(self._scalar("I"), key) for key in (self._string() for _ in range(keys))}
         self.tensors = self._read_tensors(tensors)
+
+    def release_pages(self) -> None:
+        self._bytes.madvise(mmap.MADV_DONTNEED)
 
     def _take(self, size: int) -> bytes:
         start, self._at = self._at, self._at + size

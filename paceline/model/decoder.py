@@ -73,7 +73,7 @@ class LayeredModel(TransformersModel):
         self._head: nn.Module = network.get_output_embeddings()
         weight: Any = self._head.weight
         self._attention, cache = make_attention(info.layers, heads, info.slots, weight)
-        super().__init__(info, cache, network)
+        super().__init__(info, cache, network.config.get_text_config(decoder=True))
         self._network = network
         base: Any = network.base_model
         self._embedding: Any = base.get_input_embeddings()
@@ -176,7 +176,7 @@ class LlamaModel(TransformersModel):
             head=head.weight if ranks is None else None,
             sums=None if ranks is None else ranks.all_reduce,
         )
-        super().__init__(info, cache, network)
+        super().__init__(info, cache, network.config.get_text_config(decoder=True))
         self.native = self.has_native_attention = isinstance(self._network, NativeNetwork)
 
     @torch.inference_mode()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,16 +16,34 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayerWeights:
-    """Weights of one layer, [out, in] and [out], all of one dtype; None for a missing one."""
+class QuantizedWeight:
+    """A matrix [out, in] in blocks of codes with scales, as a GGUF file has them. Only native code multiplies it."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    type: int
+    """GGUF's number of the block type."""
+    shape: tuple[int, int]
+    data: npt.NDArray[np.uint8]
+    """[out, bytes of a column], contiguous."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+Weight = Tensor | QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayerWeights:
+    """Weights of one layer: matrices [out, in], all tensors of one dtype; norms and biases [out], of any floating-point
+    dtype; None for a missing one."""
+
+    query: Weight
+    key: Weight
+    value: Weight
+    output: Weight
+    gate: Weight
+    up: Weight
+    down: Weight
     input_norm: Tensor | None = None
     inner_norm: Tensor | None = None
     query_norm: Tensor | None = None

@@ -1,4 +1,4 @@
-"""A model's tokenizer, read from its folder with `tokenizers` alone."""
+"""A model's tokenizer, read from its folder or GGUF file with `tokenizers` alone."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
+from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_model
 from paceline.text.chat_template import ChatTemplate
+from paceline.text.gguf_tokenizer import gguf_backend, gguf_chat_template, gguf_special_tokens
 from paceline.text.prefix_space import without_prefix_space
 from paceline.text.token_pieces import token_pieces
 
@@ -48,11 +51,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
-        """The tokenizer of a model by name (see `paceline.model_names`). Raises `ModelNotFoundError`."""
-        location = resolve_model(model)
+        """The tokenizer of a model by name (see `paceline.model_names`). Raises `ModelNotFoundError` or `GgufError`."""
+        location = model if is_gguf(model) else resolve_model(model)
         if vocabulary := fake_vocabulary(location):
             size, fingerprint = vocabulary
             return cls(_numbers(size), {}, FAKE_MODEL_CHAT_TEMPLATE, fingerprint)
+        if is_gguf(location):
+            file = GgufFile.open(location)
+            return cls(gguf_backend(file), gguf_special_tokens(file), gguf_chat_template(file))
         folder = Path(location)
         config = _read_json(folder / "tokenizer_config.json")
         return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
@@ -159,8 +165,9 @@ def vocabulary_fingerprint(model: str) -> str:
 
 
 def _digest(backend: Backend) -> str:
-    by_id = sorted((id_, token) for token, id_ in backend.get_vocab(with_added_tokens=True).items())
-    return sha256(json.dumps(by_id, separators=(",", ":")).encode()).hexdigest()
+    by_id = sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
+    pairs = [(id_, token) for token, id_ in by_id]
+    return sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
 
 
 def _numbers(size: int) -> Backend:

@@ -14,8 +14,6 @@ namespace paceline {
 
 constexpr unsigned DENORMALS_ARE_ZERO = 0x40;  // in the vector control register
 
-inline Floats fused(Uint32s a, Uint32s b, Floats sum) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
-
 // Intrinsics take literal register numbers: 0 to 3 hold the sums of one block each, 4 inputs and 5 weights, 6 and 7 the
 // inputs and weights of the last 8 words of an odd width.
 #define ADD_PRODUCT(block, inputs, block_weights)                     \
@@ -45,6 +43,8 @@ class Tiles {
         shape(5, WORDS, LANES);
         shape(6, rows, TAIL);
         shape(7, TAIL, LANES);
+        // GCC 12 declares that this reads 8 bytes, and may drop the stores of the others.
+        asm volatile("" : : "r"(&shapes) : "memory");
         _tile_loadconfig(&shapes);
     }
     ~Tiles() { _tile_release(); }
@@ -99,8 +99,8 @@ inline void multiply_row(const uint32_t* x, const uint32_t* weights, int words, 
             for (int b = 0; b < BLOCKS; b++, weights += LANES) {
                 const Uint32s weight = load<Uint32s>(weights);
                 prefetch(weights);
-                low[b] = fused(weight << 16, input << 16, low[b]);
-                high[b] = fused(weight & 0xffff0000u, input & 0xffff0000u, high[b]);
+                low[b] = fused((Floats)(weight << 16), (Floats)(input << 16), low[b]);
+                high[b] = fused((Floats)(weight & 0xffff0000u), (Floats)(input & 0xffff0000u), high[b]);
             }
         }
         for (int b = 0; b < BLOCKS; b++) totals[b] += low[b] + high[b];

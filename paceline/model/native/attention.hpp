@@ -51,16 +51,23 @@ class Attention {
 
     // One part of `parts`: every `parts`-th pair of a chunk and a key-value head. `cache`: a layer's keys and values
     // [slots, 2 * key-value heads, width]. queries, out [rows, query heads, width].
+    template <class Out>
     void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const AttentionOptions& options,
-                    const T* cache, const T* queries, T* out) {
-        for (int i = part; i < (int)chunks.size() * heads_.key_value; i += parts)
-            attend(rows, chunks[i / heads_.key_value], i % heads_.key_value, options, cache, queries, out);
+                    const T* cache, const T* queries, Out* out) {
+        for_each_item(chunks, part, parts,
+                      [&](Chunk chunk, int key_head) { attend(rows, chunk, key_head, options, cache, queries, out); });
+    }
+    // Calls f(chunk, key-value head) for each pair of a part.
+    template <class F>
+    void for_each_item(const std::vector<Chunk>& chunks, int part, int parts, F f) const {
+        for (int i = part; i < (int)chunks.size() * heads_.key_value; i += parts) f(chunks[i / heads_.key_value], i % heads_.key_value);
     }
 
    private:
     // One key-value head of the rows of a chunk.
+    template <class Out>
     void attend(const Rows& rows, Chunk chunk, int key_head, const AttentionOptions& options, const T* cache, const T* queries,
-                T* out) {
+                Out* out) {
         const int per = heads_.queries_per_key, width = heads_.width, window = options.window;
         const size_t values = heads_.key_row(), slot = 2 * values;
         const T* keys = cache + (size_t)key_head * width;
@@ -96,8 +103,8 @@ class Attention {
             for (int q = 0; q < per; q++) {
                 int i = first_query(chunk, r) + q;
                 for (int d = 0; d < width; d += LANES)
-                    Element<T>::narrow(head_of(out, r) + q * width + d,
-                                       load<Floats>(&outputs_[(size_t)i * width + d]) * (1.0f / totals_[i]));
+                    Element<Out>::narrow(head_of(out, r) + q * width + d,
+                                           load<Floats>(&outputs_[(size_t)i * width + d]) * (1.0f / totals_[i]));
             }
     }
 

@@ -70,19 +70,25 @@ class Isa(NamedTuple):
 
 _AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AVX512_BF16 = _AVX512 | {"avx512_bf16"}
+_AVX512_VNNI = _AVX512 | {"avx512_vnni", "gfni"}
+_AVX512_BF16 = _AVX512_VNNI | {"avx512_bf16"}
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mgfni")
 _X86 = (  # the best first
     Isa(
         "amx",
         _AVX512_BF16 | {"amx_tile", "amx_bf16"},
-        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        "x86_64_v4+avx512bf16+amx_tile+amx_bf16",
+        (*_VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        "x86_64_v4+avx512vnni+gfni+avx512bf16+amx_tile+amx_bf16",
     ),
-    Isa("avx512_bf16", _AVX512_BF16, ("-march=x86-64-v4", "-mavx512bf16"), "x86_64_v4+avx512bf16"),
+    Isa("avx512_bf16", _AVX512_BF16, (*_VNNI_FLAGS, "-mavx512bf16"), "x86_64_v4+avx512vnni+gfni+avx512bf16"),
+    Isa("avx512_vnni", _AVX512_VNNI, _VNNI_FLAGS, "x86_64_v4+avx512vnni+gfni"),
     Isa("avx512", _AVX512, ("-march=x86-64-v4",), "x86_64_v4"),
     Isa("avx2", _AVX2, ("-march=x86-64-v3",), "x86_64_v3"),
 )
-_ARM = (Isa("neon", frozenset(), ("-march=armv8-a",), "generic"),)
+_ARM = (
+    Isa("neon_dotprod", frozenset({"asimddp"}), ("-march=armv8.2-a+dotprod",), "generic+v8_2a+dotprod"),
+    Isa("neon", frozenset(), ("-march=armv8-a",), "generic"),
+)
 ISAS = {"x86_64": _X86, "aarch64": _ARM, "arm64": _ARM}
 """By the machine's name."""
 
@@ -162,7 +168,7 @@ def cpu_flags() -> frozenset[str]:
     """As Linux names them; empty on other systems."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            flags = next((line for line in lines if line.startswith("flags")), "")
+            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
         return frozenset()
     return frozenset(flags.partition(":")[2].split())

@@ -1,4 +1,5 @@
 // A weight matrix in a layout for products with few rows: y[r, column] (+)= sum over i of x[r, i] * weight[column, i].
+// Columns are of type T, or quantised (see packed.hpp); a matrix may have both.
 //
 // Columns are in panels of up to 64; within a panel the weights of one input word are contiguous. So a product reads the
 // weights once, in the order of memory. Each sum runs over the input in one order, which does not depend on the number of
@@ -11,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "packed.hpp"
+#include "thread_pool.hpp"
 #include "vectors.hpp"
 #ifdef __AMX_BF16__
 #include "amx.hpp"
@@ -76,48 +79,106 @@ constexpr int MOST_BLOCKS = 4, MOST_ROWS = 6;  // 24 of 32 registers hold sums
 constexpr int MOST_BLOCKS = 1, MOST_ROWS = 4;  // a vector takes two registers of AVX2, four of NEON
 #endif
 
+// Rows that a product takes, in the form of its matrix: [rows, padded in] of T, or quantised; null for one that no column needs.
+template <class T>
+struct ProductInput {
+    const T* dense;
+    const QuantisedRows* quantised;
+    int rows;
+};
+
 template <class T>
 class Matrix {
    public:
-    struct Source {  // columns [count, in] as PyTorch has them, and their biases [count] or null
-        const T* weights;
+    struct Source {  // columns [count, in] as PyTorch has them, or GGUF's blocks; and their biases [count] or null
+        const void* weights;
+        BlockType type;
         int count;
-        const T* bias;
+        const float* bias;
     };
 
     Matrix() = default;
     // The columns of each source start at a multiple of `unit`, and no unit is split between two parts. `in`: numbers per
-    // input row, which is padded with zeros to `padded_in`. arenas[p] holds the weights of part p.
-    Matrix(std::vector<Arena>& arenas, const std::vector<Source>& sources, int unit, int in, int padded_in)
-        : words_(padded_in / Element<T>::PER_WORD) {
-        std::vector<const T*> column_weights;
+    // input row, which is padded with zeros to `padded_in`. arenas[p] holds the weights of part p, which that part packs.
+    Matrix(ThreadPool& pool, std::vector<Arena>& arenas, const std::vector<Source>& sources, int unit, int in, int padded_in)
+        : words_(padded_in / Element<T>::PER_WORD), in_(in) {
+        std::vector<Column> columns;
         for (const Source& source : sources) {
+            const size_t bytes = source.type == DENSE ? in * sizeof(T) : file_bytes(source.type, in);
             for (int i = 0; i < padded(source.count, unit); i++) {
                 bool there = i < source.count;
-                column_weights.push_back(there ? source.weights + (size_t)i * in : nullptr);
-                bias_.push_back(there && source.bias ? Element<T>::widen_one(source.bias[i]) : 0.0f);
+                columns.push_back({there ? (const uint8_t*)source.weights + i * bytes : nullptr, source.type});
+                bias_.push_back(there && source.bias ? source.bias[i] : 0.0f);
             }
+            (source.type == DENSE ? has_dense_ : has_quantised_) = true;
         }
-        columns_ = (int)column_weights.size();
-        int units = columns_ / unit, parts = (int)arenas.size();
-        for (int p = 0; p < parts; p++) {
-            first_unit_.push_back((int)((int64_t)units * p / parts));
-            parts_.emplace_back();
-            int end = (int)((int64_t)units * (p + 1) / parts) * unit;
-            for (int column = first_unit_[p] * unit; column < end;) {
-                int blocks = std::min(MOST_BLOCKS, (end - column) / LANES);
-                parts_[p].push_back(pack(arenas[p], &column_weights[column], in, column, blocks));
-                column += blocks * LANES;
-            }
-        }
-        first_unit_.push_back(units);
+        columns_ = (int)columns.size();
+        const int units = columns_ / unit, parts = (int)arenas.size();
+        for (int p = 0; p <= parts; p++) first_unit_.push_back((int)((int64_t)units * p / parts));
+        parts_.resize(parts), quantised_.resize(parts);
+        pool.run(1, [&](int, int p, int) { pack_part(arenas[p], columns, first_unit_[p] * unit, first_unit_[p + 1] * unit, p); });
     }
 
     int columns() const { return columns_; }
     int first_unit(int part) const { return first_unit_[part]; }  // of the part's columns; `part` may be the number of parts
+    bool has_dense() const { return has_dense_; }
+    bool has_quantised() const { return has_quantised_; }
 
-    // Computes one part's columns for all rows. x [rows, padded in]; y [rows, stride], which sums are added to if `add`.
-    void product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
+    // Computes one part's columns for all rows. y [rows, stride], which sums are added to if `add`.
+    void product(int part, ProductInput<T> x, float* y, size_t stride, bool add) const {
+        if (!parts_[part].empty()) dense_product(part, x.dense, x.rows, y, stride, add);
+        if (!quantised_[part].empty()) quantised_product(part, *x.quantised, y, stride, add);
+    }
+
+   private:
+    struct Panel {  // weights [words, blocks * LANES]
+        const uint32_t* weights;
+        int column, blocks;
+    };
+    struct QuantisedPanel {  // LANES columns in the layout of the type
+        const uint8_t* weights;
+        int column;
+        BlockType type;
+    };
+    struct Column {
+        const uint8_t* weights;  // null for padding
+        BlockType type;
+    };
+    struct Prefetch {  // what a tile prefetches for each input word
+        size_t words;      // distance from the weights that it reads
+        int blocks;
+    };
+
+    void pack_part(Arena& arena, const std::vector<Column>& columns, int begin, int end, int part) {
+        for (int column = begin; column < end;) {
+            if (columns[column].type != DENSE) {
+                quantised_[part].push_back(pack_quantised(arena, &columns[column], column));
+                column += LANES;
+                continue;
+            }
+            int blocks = 1;
+            while (blocks < MOST_BLOCKS && column + blocks * LANES < end && columns[column + blocks * LANES].type == DENSE) blocks++;
+            parts_[part].push_back(pack(arena, &columns[column], column, blocks));
+            column += blocks * LANES;
+        }
+    }
+
+    void quantised_product(int part, const QuantisedRows& x, float* y, size_t stride, bool add) const {
+        constexpr size_t CACHE_BYTES = 512 << 10;  // of rows that stay in a cache while panels pass by
+        const size_t group_bytes = QuantisedRows::record(MOST_PACKED_ROWS) * (in_ / BLOCK);
+        const int at_once = std::max(1, (int)(CACHE_BYTES / group_bytes));
+        for (int first = 0; first < x.groups(); first += at_once)
+            for (const QuantisedPanel& panel : quantised_[part])
+                with_layout(panel.type, [&]<class L>() {
+                    for (int g = first; g < std::min(first + at_once, x.groups()); g++) {
+                        const int row = g * MOST_PACKED_ROWS;
+                        group_product<L>(panel.weights, units_of(in_, L::UNIT_INPUTS), x.group(g), x.size(g), x.rows() - row,
+                                         &bias_[panel.column], y + row * stride + panel.column, stride, add);
+                    }
+                });
+    }
+
+    void dense_product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
 #ifdef __AMX_BF16__
         if constexpr (Element<T>::PER_WORD == 2) {
             if (rows == 1) return product_of_row(part, (const uint32_t*)x, y, add);
@@ -141,25 +202,24 @@ class Matrix {
         }
     }
 
-   private:
-    struct Panel {  // weights [words, blocks * LANES]
-        const uint32_t* weights;
-        int column, blocks;
-    };
-    struct Prefetch {  // what a tile prefetches for each input word
-        size_t words;      // distance from the weights that it reads
-        int blocks;
-    };
-
-    Panel pack(Arena& arena, const T* const* columns, int in, int first, int blocks) const {
+    Panel pack(Arena& arena, const Column* columns, int first, int blocks) const {
         constexpr int PER = Element<T>::PER_WORD;
         int width = blocks * LANES;
         T* to = (T*)arena.allocate((size_t)words_ * width);
         for (int i = 0; i < words_; i++)
             for (int c = 0; c < width; c++)
                 for (int j = 0; j < PER; j++)
-                    *to++ = columns[c] && i * PER + j < in ? columns[c][i * PER + j] : T{};
+                    *to++ = columns[c].weights && i * PER + j < in_ ? ((const T*)columns[c].weights)[i * PER + j] : T{};
         return {(const uint32_t*)(to - (size_t)words_ * width * PER), first, blocks};
+    }
+    QuantisedPanel pack_quantised(Arena& arena, const Column* columns, int first) const {
+        const uint8_t* weights[LANES];
+        for (int c = 0; c < LANES; c++) weights[c] = columns[c].weights;
+        return with_layout(columns->type, [&]<class L>() {
+            uint8_t* to = (uint8_t*)arena.allocate(panel_bytes<L>(in_) / sizeof(uint32_t));
+            pack_panel<L>(weights, in_, to);
+            return QuantisedPanel{to, first, columns->type};
+        });
     }
 
 #ifdef __AMX_BF16__
@@ -229,10 +289,12 @@ class Matrix {
         if constexpr (BLOCKS > 1) return multiply<ROWS, BLOCKS - 1>(panel, ahead, rows, x, y, stride, add);
     }
 
-    int words_ = 0, columns_ = 0;
+    int words_ = 0, columns_ = 0, in_ = 0;
+    bool has_dense_ = false, has_quantised_ = false;
     std::vector<float> bias_;
     std::vector<int> first_unit_;
     std::vector<std::vector<Panel>> parts_;
+    std::vector<std::vector<QuantisedPanel>> quantised_;  // by part
 };
 
 }  // namespace paceline

@@ -17,11 +17,19 @@ template <class T>
 struct Product : AnyProduct {
     std::vector<Arena> arenas;
     Matrix<T> matrix;
-    Product(int parts, const void* weights, const void* bias, int out, int in) : arenas(parts) {
-        matrix = Matrix<T>(arenas, {{(const T*)weights, out, (const T*)bias}}, LANES, in, padded(in, LANES));
+    int in;
+    Product(ThreadPool& pool, Weights weights, const float* bias, int out, int in) : arenas(pool.parts()), in(padded(in, LANES)) {
+        matrix = Matrix<T>(pool, arenas, {{weights.data, weights.type, out, bias}}, LANES, in, this->in);
     }
     void run(ThreadPool& pool, const void* x, int rows, float* y) const override {
-        pool.run(1, [&](int, int part, int) { matrix.product(part, (const T*)x, rows, y, matrix.columns(), false); });
+        QuantisedRows quantised;
+        if constexpr (std::is_same_v<T, float>)  // quantised weights take float rows
+            if (matrix.has_quantised()) {
+                quantised.resize(rows, in);
+                for (int r = 0; r < rows; r++) quantised.quantise(r, (const float*)x + (size_t)r * in, 0, in);
+            }
+        const ProductInput<T> input{(const T*)x, &quantised, rows};
+        pool.run(1, [&](int, int part, int) { matrix.product(part, input, y, matrix.columns(), false); });
     }
 };
 
@@ -35,9 +43,9 @@ void paceline_thread_pool_destroy(void* pool) { delete (ThreadPool*)pool; }
 
 // Weights are copied; tables, embedding and cache must outlive the network.
 void* paceline_network_create(const NetworkSpec* spec, const LayerSpec* layers, void* pool) {
-    int parts = ((ThreadPool*)pool)->parts();
-    if (spec->is_bf16) return (AnyNetwork*)new Network<bf16>(*spec, layers, parts);
-    return (AnyNetwork*)new Network<float>(*spec, layers, parts);
+    ThreadPool& threads = *(ThreadPool*)pool;
+    if (spec->is_bf16) return (AnyNetwork*)new Network<bf16>(*spec, layers, threads);
+    return (AnyNetwork*)new Network<float>(*spec, layers, threads);
 }
 void paceline_network_run(void* network, void* pool, const PassSpec* pass) {
     ((AnyNetwork*)network)->run(*(ThreadPool*)pool, *pass);
@@ -47,16 +55,25 @@ void paceline_network_output(void* network, void* pool, const void* final_states
 }
 void paceline_network_destroy(void* network) { delete (AnyNetwork*)network; }
 
-// weights [out, in], bias [out] or null; x [rows, in padded to 16], y [rows, columns].
-void* paceline_product_create(int32_t is_bf16, const void* weights, const void* bias, int32_t out, int32_t in, void* pool) {
-    int parts = ((ThreadPool*)pool)->parts();
-    if (is_bf16) return (AnyProduct*)new Product<bf16>(parts, weights, bias, out, in);
-    return (AnyProduct*)new Product<float>(parts, weights, bias, out, in);
+// weights [out, in] of the dtype, or, with float rows, of a block type; bias float [out] or null. x [rows, in padded to 16],
+// y [rows, columns].
+void* paceline_product_create(int32_t is_bf16, const void* weights, int32_t type, const float* bias, int32_t out, int32_t in,
+                              void* pool) {
+    ThreadPool& threads = *(ThreadPool*)pool;
+    const Weights matrix{weights, (BlockType)type};
+    if (is_bf16) return (AnyProduct*)new Product<bf16>(threads, matrix, bias, out, in);
+    return (AnyProduct*)new Product<float>(threads, matrix, bias, out, in);
 }
 void paceline_product_run(void* product, void* pool, const void* x, int32_t rows, float* y) {
     ((AnyProduct*)product)->run(*(ThreadPool*)pool, x, rows, y);
 }
 void paceline_product_destroy(void* product) { delete (AnyProduct*)product; }
+
+// The numbers of `rows` rows of a block type in the file's layout: out float [rows, in].
+void paceline_dequantise(int32_t type, const void* blocks, int64_t rows, int32_t in, float* out) {
+    const size_t bytes = file_bytes((BlockType)type, in);
+    for (int64_t r = 0; r < rows; r++) dequantise((BlockType)type, (const uint8_t*)blocks + r * bytes, in, out + r * in);
+}
 
 // Attention alone.
 void* paceline_attention_create(int32_t is_bf16, int32_t key_value_heads, int32_t queries_per_key, int32_t width) {

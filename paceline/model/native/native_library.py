@@ -16,6 +16,8 @@ LANES = 16
 """Inputs and outputs of products are padded to a multiple of this."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights, keys and values. Sums are float32."""
+DENSE = -1
+"""In place of a block type: numbers of the network's dtype."""
 Pointer = ctypes.c_void_p
 
 
@@ -33,7 +35,12 @@ class NativeLibrary:
         lib.paceline_network_create.argtypes = [Pointer, Pointer, Pointer]
         lib.paceline_network_run.argtypes = [Pointer, Pointer, Pointer]
         lib.paceline_network_output.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
-        lib.paceline_product_create.argtypes = [ctypes.c_int32, Pointer, Pointer, *[ctypes.c_int32] * 2, Pointer]
+        lib.paceline_product_create.argtypes = [
+            *(ctypes.c_int32, Pointer, ctypes.c_int32),
+            *(Pointer, ctypes.c_int32, ctypes.c_int32, Pointer),
+        ]
+        lib.paceline_dequantise.argtypes = [ctypes.c_int32, Pointer, ctypes.c_int64, ctypes.c_int32, Pointer]
+        lib.paceline_dequantise.restype = None
         lib.paceline_product_run.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
         lib.paceline_attention_create.argtypes = [ctypes.c_int32] * 4
         lib.paceline_attention_run.argtypes = [Pointer] * 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,21 @@ import torch
 from torch import Tensor
 
 from paceline.model.attention import Heads, KVCache
-from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, RotaryTables, StateFusion
-from paceline.model.native.native_library import NativeLibrary, Pointer, address, pad_columns, padded_size
+from paceline.model.layer_weights import (
+    AllReduce,
+    DecoderLayerWeights,
+    QuantizedWeight,
+    RotaryTables,
+    StateFusion,
+    Weight,
+)
+from paceline.model.native.native_library import DENSE, NativeLibrary, Pointer, address, pad_columns, padded_size
 from paceline.model.native.packed_rows import PackedRows, RowsSpec
 from paceline.model.rows import Row
 
 WIDTH = 32
 """Heads in the cache are padded to a multiple of this."""
+_LAYER_PACKED = ctypes.CFUNCTYPE(None)
 _SUM = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_float), ctypes.c_int64)
 
 
@@ -31,13 +39,21 @@ def head_width(heads: Heads) -> int:
     return -(-heads.head_size // WIDTH) * WIDTH
 
 
+class _Weights(ctypes.Structure):
+    """`Weights` of network.hpp."""
+
+    _fields_ = (("data", Pointer), ("type", ctypes.c_int32))
+
+
 class _LayerSpec(ctypes.Structure):
-    POINTERS = (
-        *("input_norm", "query", "key", "value", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
-        *("output", "output_bias", "inner_norm", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"),
+    MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
+    VECTORS = (
+        *("input_norm", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
+        *("output_bias", "inner_norm", "gate_bias", "up_bias", "down_bias"),
     )
     _fields_ = (
-        *((name, Pointer) for name in POINTERS),
+        *((name, _Weights) for name in MATRICES),
+        *((name, Pointer) for name in VECTORS),
         ("window", ctypes.c_int32),
         ("input_width", ctypes.c_int32),
     )
@@ -48,16 +64,15 @@ class _NetworkSpec(ctypes.Structure):
         *("is_bf16", "layers", "hidden", "inner", "query_heads", "key_value_heads", "head_size", "head_width"),
         *("positions", "vocabulary", "has_states", "norms_residual"),
     )
-    POINTERS = (
-        *("cosines", "sines", "embedding", "norm", "head"),
-        *("token_norm", "state_norm", "projection", "projection_bias", "cache"),
-    )
     _fields_ = (
         *((name, ctypes.c_int32) for name in INTEGERS),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
-        *((name, Pointer) for name in POINTERS),
+        *((name, Pointer) for name in ("cosines", "sines")),
+        *((name, _Weights) for name in ("embedding", "head", "projection")),
+        *((name, Pointer) for name in ("norm", "token_norm", "state_norm", "projection_bias", "cache")),
         ("slots", ctypes.c_int64),
         ("sum", Pointer),
+        ("layer_packed", Pointer),
     )
 
 
@@ -86,15 +101,16 @@ class NativeNetwork:
         hidden: int,
         eps: float,
         scale: float,
-        embedding: Tensor | None = None,
+        embedding: Weight | None = None,
         norm: Tensor | None = None,
-        head: Tensor | None = None,
+        head: Weight | None = None,
         sums: AllReduce | None = None,
         fusion: StateFusion | None = None,
+        layer_packed: Callable[[], None] = lambda: None,
     ) -> None:
         """Weights are copied, except the embedding [vocabulary, hidden]. `cache`: heads have `head_width`. `scale`: of
         scores. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the sum over the ranks that share the layers.
-        `fusion`: passes have states, too. Raises `NativeUnavailableError`.
+        `fusion`: passes have states, too. `layer_packed` is called when a layer's weights have been copied. Raises `NativeUnavailableError`.
         """
         self._native = NativeLibrary.instance()
         self._hidden, self._dtype = hidden, cache.dtype
@@ -102,16 +118,11 @@ class NativeNetwork:
         self._sums = sums
         self._failure: Exception | None = None
         callback = _SUM(self._add_up) if sums is not None else None
+        packed = _LAYER_PACKED(layer_packed)
         self._kept_alive = (rotary, embedding, cache, callback)  # the network reads them in place
         fused, layers = (StateFusion(), layers) if fusion is None else _padded_fusion(fusion, layers, hidden)
-        tensors = [[getattr(layer, name) for name in _LayerSpec.POINTERS] for layer in layers]
-        tensors = [[None if t is None else t.detach().contiguous() for t in each] for each in tensors]
-        specs = (_LayerSpec * len(layers))(
-            *(
-                _LayerSpec(*map(address, each), layer.window, layer.query.shape[1])
-                for layer, each in zip(layers, tensors, strict=True)
-            )
-        )
+        kept = _Addresses()  # until the network has copied the weights
+        specs = (_LayerSpec * len(layers))(*(kept.layer(layer) for layer in layers))
         spec = _NetworkSpec(
             is_bf16=cache.dtype == torch.bfloat16,
             layers=len(layers),
@@ -129,16 +140,17 @@ class NativeNetwork:
             scale=scale,
             cosines=address(rotary.cosines),
             sines=address(rotary.sines),
-            embedding=address(embedding),
-            norm=address(norm),
-            head=address(head),
-            token_norm=address(fused.token_norm),
-            state_norm=address(fused.state_norm),
-            projection=address(fused.projection),
-            projection_bias=address(fused.projection_bias),
+            embedding=kept.weights(embedding),
+            head=kept.weights(head),
+            projection=kept.weights(fused.projection),
+            norm=kept.vector(norm),
+            token_norm=kept.vector(fused.token_norm),
+            state_norm=kept.vector(fused.state_norm),
+            projection_bias=kept.vector(fused.projection_bias),
             cache=address(cache.data),
             slots=cache.data.shape[1],
             sum=ctypes.cast(callback, Pointer) if callback is not None else None,
+            layer_packed=ctypes.cast(packed, Pointer),
         )
         self._handle = self._native.create(self, "network", ctypes.byref(spec), specs, self._native.thread_pool)
 
@@ -199,12 +211,39 @@ class NativeNetwork:
             raise failure
 
 
+class _Addresses:
+    """The addresses of weights, which it keeps alive: matrices contiguous, vectors as contiguous float32."""
+
+    def __init__(self) -> None:
+        self._kept: list[Weight] = []
+
+    def layer(self, layer: DecoderLayerWeights) -> _LayerSpec:
+        matrices = (self.weights(getattr(layer, name)) for name in _LayerSpec.MATRICES)
+        vectors = (self.vector(getattr(layer, name)) for name in _LayerSpec.VECTORS)
+        return _LayerSpec(*matrices, *vectors, layer.window, layer.query.shape[1])
+
+    def weights(self, matrix: Weight | None) -> _Weights:
+        if isinstance(matrix, QuantizedWeight):
+            self._kept.append(matrix)
+            return _Weights(matrix.data.ctypes.data, matrix.type)
+        return _Weights(None if matrix is None else self._address(matrix), DENSE)
+
+    def vector(self, vector: Tensor | None) -> int | None:
+        return None if vector is None else self._address(vector.float())
+
+    def _address(self, tensor: Tensor) -> int:
+        kept = tensor.detach().contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+
 def _padded_fusion(
     fusion: StateFusion, layers: Sequence[DecoderLayerWeights], hidden: int
 ) -> tuple[StateFusion, Sequence[DecoderLayerWeights]]:
     """Pad the matrices that multiply embedding and state with zeros where native code pads the two."""
 
-    def aligned(weight: Tensor) -> Tensor:
+    def aligned(weight: Weight) -> Tensor:
+        assert isinstance(weight, Tensor)  # heads are not quantised
         return pad_columns(weight.detach().reshape(-1, hidden)).view(len(weight), -1)
 
     if fusion.projection is not None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.model.native.native_library import NativeLibrary, address, pad_columns, padded_size
+from paceline.model.layer_weights import QuantizedWeight, Weight
+from paceline.model.native.native_library import DENSE, NativeLibrary, address, pad_columns, padded_size
 
 
 class NativeProduct:
-    """`x @ weight.T + bias`. A row's bits do not depend on the number of rows."""
+    """`x @ weight.T + bias`; rows are quantised for a quantised weight. A row's bits do not depend on the number of rows."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copies weight [out, in] and bias [out], in one of `DTYPES`. Raises `NativeUnavailableError`."""
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+        """Copies weight [out, in], in one of `DTYPES` or quantised, and bias [out]. Raises `NativeUnavailableError`."""
         self._native = NativeLibrary.instance()
         self._out, self._in = weight.shape
-        self._dtype = weight.dtype
-        weight = weight.detach().contiguous()
-        is_bf16 = weight.dtype == torch.bfloat16
-        matrix = is_bf16, address(weight), address(bias), *weight.shape
+        bias = None if bias is None else bias.float().contiguous()
+        if isinstance(weight, QuantizedWeight):
+            self._dtype, data, kind = torch.float32, weight.data.ctypes.data, weight.type
+        else:
+            dense = weight.detach().contiguous()
+            self._dtype, data, kind = dense.dtype, dense.data_ptr(), DENSE
+        matrix = self._dtype == torch.bfloat16, data, kind, address(bias), *weight.shape
         self._handle = self._native.create(self, "product", *matrix, self._native.thread_pool)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -27,3 +31,10 @@ class NativeProduct:
         y = torch.empty(len(x), padded_size(self._out))
         self._native.run("product_run", self._handle, address(x), len(x), address(y))
         return y[:, : self._out]
+
+
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """The numbers of a quantised weight, float32 [out, in]. Raises `NativeUnavailableError`."""
+    numbers, data = torch.empty(weight.shape), weight.data.ctypes.data
+    NativeLibrary.instance().lib.paceline_dequantise(weight.type, data, *weight.shape, address(numbers))
+    return numbers

@@ -8,7 +8,8 @@
 // With a given state in each row, j = [norm(embedding); norm(state)]. Either x = projection(j), or x is the state, normed
 // or not, and the first layer's attention takes j in place of norm(x).
 //
-// x is float. Inputs of products (normed x, heads, attention's result, the MLP's inner numbers) are rounded to T.
+// x is float. Inputs of products (normed x, heads, attention's result, the MLP's inner numbers) are rounded to T, or
+// quantised where the weights are.
 // Shapes: R rows, H hidden size. Widths of buffers are padded with zeros to multiples of 16.
 #pragma once
 #include "attention.hpp"
@@ -17,9 +18,15 @@
 
 namespace paceline {
 
-struct LayerSpec {  // part of the C interface; matrices [out, in], all of type T; null for a missing one
-    const void *input_norm, *query, *key, *value, *query_bias, *key_bias, *value_bias, *query_norm, *key_norm;
-    const void *output, *output_bias, *inner_norm, *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+struct Weights {  // a matrix [out, in] of type T, or GGUF's blocks; part of the C interface
+    const void* data;
+    BlockType type;
+};
+
+struct LayerSpec {  // part of the C interface; null for a missing one
+    Weights query, key, value, output, gate, up, down;
+    const float *input_norm, *query_bias, *key_bias, *value_bias, *query_norm, *key_norm;
+    const float *output_bias, *inner_norm, *gate_bias, *up_bias, *down_bias;
     int32_t window;        // 0: none
     int32_t input_width;   // of attention: H, or twice H padded
 };
@@ -29,12 +36,12 @@ struct NetworkSpec {  // part of the C interface
     int32_t has_states, norms_residual;       // whether rows have states; whether x is the normed state
     float eps, scale;
     const float *cosines, *sines;             // [positions, head size / 2]
-    const void *embedding, *norm, *head;      // [vocabulary, H], [H], [vocabulary, H]; null for a missing one
-    const void *token_norm, *state_norm;      // [H], or null
-    const void *projection, *projection_bias; // [H, twice H padded], [H], or null
+    Weights embedding, head, projection;      // [vocabulary, H] each, [H, twice H padded]; null for a missing one
+    const float *norm, *token_norm, *state_norm, *projection_bias;  // [H], or null
     void* cache;                              // [layers, slots, 2 * key-value heads, head width]
     int64_t slots;
     void (*sum)(float* values, int64_t count);  // sums over the ranks that share the layers; null: one rank
+    void (*layer_packed)();                     // called when a layer's weights have been copied
 };
 
 struct PassSpec {  // part of the C interface
@@ -60,21 +67,24 @@ class AnyNetwork {
 template <class T>
 class Network : public AnyNetwork {
    public:
-    Network(const NetworkSpec& spec, const LayerSpec* layers, int parts)
+    Network(const NetworkSpec& spec, const LayerSpec* layers, ThreadPool& pool)
         : spec_(spec),
           heads_{spec.key_value_heads, spec.query_heads / spec.key_value_heads, spec.head_width},
           hidden_(padded(spec.hidden, LANES)),
           inner_(padded(spec.inner, LANES)),
           attended_(spec.query_heads * spec.head_width),
-          arenas_(parts) {
-        for (int l = 0; l < spec.layers; l++) layers_.emplace_back(*this, layers[l]);
+          arenas_(pool.parts()) {
+        for (int l = 0; l < spec.layers; l++) {
+            layers_.emplace_back(*this, pool, layers[l]);
+            spec.layer_packed();
+        }
         token_norm_ = vector_of(spec.token_norm, spec.hidden, hidden_);
         state_norm_ = vector_of(spec.state_norm, spec.hidden, hidden_);
-        if (spec.projection)
-            projection_ = matrix(spec.projection, spec.hidden, spec.projection_bias, 2 * hidden_, 2 * hidden_);
+        if (spec.projection.data)
+            projection_ = matrix(pool, spec.projection, spec.hidden, spec.projection_bias, 2 * hidden_, 2 * hidden_);
         final_norm_ = vector_of(spec.norm, spec.hidden, hidden_);
-        if (spec.head) head_ = matrix(spec.head, spec.vocabulary, nullptr, spec.hidden, hidden_);
-        for (int t = 0; t < parts; t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec.positions, hidden_));
+        if (spec.head.data) head_ = matrix(pool, spec.head, spec.vocabulary, nullptr, spec.hidden, hidden_);
+        for (int t = 0; t < pool.parts(); t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec.positions, hidden_));
     }
 
     void run(ThreadPool& pool, const PassSpec& pass) override {
@@ -92,16 +102,24 @@ class Network : public AnyNetwork {
     }
 
     void output(ThreadPool& pool, const void* final_states, int rows, float* logits) override {
-        pool.run(1, [&](int, int part, int) {
-            head_.product(part, (const T*)final_states, rows, logits, head_.columns(), false);
-        });
+        QuantisedRows quantised;
+        if (head_.has_quantised()) {
+            std::vector<float> row(hidden_);
+            quantised.resize(rows, hidden_);
+            for (int r = 0; r < rows; r++) {
+                for (int i = 0; i < hidden_; i++) row[i] = Element<T>::widen_one(((const T*)final_states)[(size_t)r * hidden_ + i]);
+                quantised.quantise(r, row.data(), 0, hidden_);
+            }
+        }
+        const ProductInput<T> in{(const T*)final_states, &quantised, rows};
+        pool.run(1, [&](int, int part, int) { head_.product(part, in, logits, head_.columns(), false); });
     }
 
    private:
     enum { FIRST = 1, PER_LAYER = 5, HEADS = 0, ATTEND = 1, OUTPUT = 2, INNER = 3, DOWN = 4 };  // phases
 
     struct Layer {
-        Layer(Network& n, const LayerSpec& s) : window(s.window) {
+        Layer(Network& n, ThreadPool& pool, const LayerSpec& s) : window(s.window) {
             const NetworkSpec& spec = n.spec_;
             const int head = spec.head_size, width = spec.head_width;
             input_norm = vector_of(s.input_norm, spec.hidden, n.hidden_);
@@ -109,21 +127,27 @@ class Network : public AnyNetwork {
             query_norm = vector_of(s.query_norm, head, width);
             key_norm = vector_of(s.key_norm, head, width);
             std::vector<typename Matrix<T>::Source> sources;
-            auto add_heads = [&](const void* weights, const void* bias, int count) {
+            auto add_heads = [&](Weights weights, const float* bias, int count) {
+                const size_t bytes = weights.type == DENSE ? s.input_width * sizeof(T) : file_bytes(weights.type, s.input_width);
                 for (int i = 0; i < count; i++)
-                    sources.push_back({(const T*)weights + (size_t)i * head * s.input_width, head,
-                                       bias ? (const T*)bias + i * head : nullptr});
+                    sources.push_back({(const uint8_t*)weights.data + i * head * bytes, weights.type, head,
+                                       bias ? bias + i * head : nullptr});
             };
             add_heads(s.query, s.query_bias, spec.query_heads);
             add_heads(s.key, s.key_bias, spec.key_value_heads);
             add_heads(s.value, s.value_bias, spec.key_value_heads);
-            qkv = Matrix<T>(n.arenas_, sources, width, s.input_width, padded(s.input_width, LANES));
-            std::vector<T> spread = n.spread_heads((const T*)s.output);
-            const void* output_bias = spec.sum ? nullptr : s.output_bias;
-            output = n.matrix(spread.data(), spec.hidden, output_bias, n.attended_, n.attended_);
-            gate = n.matrix(s.gate, spec.inner, s.gate_bias, spec.hidden, n.hidden_);
-            up = n.matrix(s.up, spec.inner, s.up_bias, spec.hidden, n.hidden_);
-            down = n.matrix(s.down, spec.hidden, spec.sum ? nullptr : s.down_bias, spec.inner, n.inner_);
+            qkv = Matrix<T>(pool, n.arenas_, sources, width, s.input_width, padded(s.input_width, LANES));
+            const float* output_bias = spec.sum ? nullptr : s.output_bias;
+            if (s.output.type == DENSE) {
+                std::vector<T> spread = n.spread_heads((const T*)s.output.data);
+                output = n.matrix(pool, {spread.data(), DENSE}, spec.hidden, output_bias, n.attended_, n.attended_);
+            } else {  // heads have no padding
+                output = n.matrix(pool, s.output, spec.hidden, output_bias, n.attended_, n.attended_);
+            }
+            const int unit = s.down.type == DENSE ? LANES : BLOCK;  // a part quantises the blocks that it computes
+            gate = n.matrix(pool, s.gate, spec.inner, s.gate_bias, spec.hidden, n.hidden_, unit);
+            up = n.matrix(pool, s.up, spec.inner, s.up_bias, spec.hidden, n.hidden_, unit);
+            down = n.matrix(pool, s.down, spec.hidden, spec.sum ? nullptr : s.down_bias, spec.inner, n.inner_);
             if (spec.sum) {  // the bias is added once, to the sum
                 output_bias_after = vector_of(s.output_bias, spec.hidden, n.hidden_);
                 down_bias_after = vector_of(s.down_bias, spec.hidden, n.hidden_);
@@ -137,8 +161,9 @@ class Network : public AnyNetwork {
     struct Scratch {  // of one thread
         Scratch(Heads heads, int positions, int hidden) : attention(heads, positions), row(hidden) {}
         Attention<T> attention;
-        std::vector<float> row;  // an embedding or a state
+        std::vector<float> row;  // an embedding, a state, or a normed row
         std::vector<T> input;    // normed rows
+        QuantisedRows quantised;
         int normed = -1;         // in which phase
     };
 
@@ -152,41 +177,67 @@ class Network : public AnyNetwork {
         switch ((phase - FIRST) % PER_LAYER) {
             case HEADS: {
                 tap(l, part);
-                bool joins = l == 0 && spec_.has_states && !spec_.projection;
-                const T* in = joins ? joined(phase, thread) : normed(phase, thread, layer.input_norm);
-                layer.qkv.product(part, in, rows, projected_.data(), layer.qkv.columns(), false);
+                bool joins = l == 0 && spec_.has_states && !spec_.projection.data;
+                const auto in = joins ? joined(phase, thread) : normed(phase, thread, layer.input_norm, layer.qkv);
+                layer.qkv.product(part, in, projected_.data(), layer.qkv.columns(), false);
                 for (int unit = layer.qkv.first_unit(part); unit < layer.qkv.first_unit(part + 1); unit++)
                     for (int row = 0; row < rows; row++) finish_head(layer, l, unit, row);
                 break;
             }
             case ATTEND: attend(layer, l, part, thread); break;
-            case OUTPUT: layer.output.product(part, attended_rows_.data(), rows, residual, hidden_, !spec_.sum); break;
+            case OUTPUT:
+                layer.output.product(part, {attended_rows_.data(), &quantised_attended_, rows}, residual, hidden_, !spec_.sum);
+                break;
             case INNER: {
-                const T* in = normed(phase, thread, layer.inner_norm);
-                layer.gate.product(part, in, rows, gate_.data(), inner_, false);
-                layer.up.product(part, in, rows, up_.data(), inner_, false);
-                int begin = layer.gate.first_unit(part) * LANES, end = layer.gate.first_unit(part + 1) * LANES;
-                for (int row = 0; row < rows; row++)
-                    for (size_t i = (size_t)row * inner_ + begin; i < (size_t)row * inner_ + end; i += LANES)
-                        Element<T>::narrow(&activated_[i], silu(load<Floats>(&gate_[i])) * load<Floats>(&up_[i]));
+                const auto in = normed(phase, thread, layer.inner_norm, layer.gate, layer.up);
+                layer.gate.product(part, in, gate_.data(), inner_, false);
+                layer.up.product(part, in, up_.data(), inner_, false);
+                activate(layer, part);
                 break;
             }
-            case DOWN: layer.down.product(part, activated_.data(), rows, residual, hidden_, !spec_.sum); break;
+            case DOWN:
+                layer.down.product(part, {activated_.data(), &quantised_activated_, rows}, residual, hidden_, !spec_.sum);
+                break;
+        }
+    }
+
+    // silu(gate) * up of the part's columns, as the input of `down`.
+    void activate(const Layer& layer, int part) {
+        const int unit = layer.gate.columns() / layer.gate.first_unit((int)arenas_.size());
+        const int begin = layer.gate.first_unit(part) * unit, end = std::min(layer.gate.first_unit(part + 1) * unit, inner_);
+        for (int row = 0; row < pass_->rows.count; row++) {
+            float *gate = &gate_[(size_t)row * inner_], *up = &up_[(size_t)row * inner_];
+            T* to = &activated_[(size_t)row * inner_];
+            for (int i = begin; i < end; i += LANES) {
+                const Floats numbers = silu(load<Floats>(gate + i)) * load<Floats>(up + i);
+                if (layer.down.has_dense()) Element<T>::narrow(to + i, numbers);
+                else store(gate + i, numbers);
+            }
+            if (layer.down.has_quantised()) quantised_activated_.quantise(row, gate, begin, end);
         }
     }
 
     // Computes the first layer's input.
     void begin(int phase, int part, int thread) {
-        if (spec_.projection)
-            return projection_.product(part, joined(phase, thread), pass_->rows.count, x_.data(), hidden_, false);
+        if (spec_.projection.data)
+            return projection_.product(part, joined(phase, thread), x_.data(), hidden_, false);
         auto [begin, end] = rows_of(part);
         for (int row = begin; row < end; row++) {
             float* x = &x_[(size_t)row * hidden_];
-            widen(spec_.has_states ? state(row) : embedding(row), x);
+            if (spec_.has_states)
+                widen(state(row), x);
+            else
+                embed(row, x);
             if (spec_.norms_residual) norm_row(x, state_norm_, x);
         }
     }
-    const T* embedding(int row) const { return (const T*)spec_.embedding + (size_t)pass_->tokens[row] * spec_.hidden; }
+    // The embedding of a row's token: to [H].
+    void embed(int row, float* to) const {
+        const auto [data, type] = spec_.embedding;
+        const size_t token = pass_->tokens[row];
+        if (type == DENSE) return widen((const T*)data + token * spec_.hidden, to);
+        dequantise(type, (const uint8_t*)data + token * file_bytes(type, spec_.hidden), spec_.hidden, to);
+    }
     const T* state(int row) const { return (const T*)pass_->states + (size_t)row * spec_.hidden; }
     void widen(const T* from, float* to) const {
         for (int i = 0; i < spec_.hidden; i++) to[i] = Element<T>::widen_one(from[i]);
@@ -226,8 +277,16 @@ class Network : public AnyNetwork {
     void attend(const Layer& layer, int l, int part, int thread) {
         const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * 2 * heads_.key_row();
         const AttentionOptions options = {.scale = spec_.scale, .window = layer.window};
-        scratch_[thread]->attention(pass_->rows, chunks_, part, (int)arenas_.size(), options, cache, queries_.data(),
-                                    attended_rows_.data());
+        const int parts = (int)arenas_.size();
+        Attention<T>& attention = scratch_[thread]->attention;
+        if (layer.output.has_dense())
+            return attention(pass_->rows, chunks_, part, parts, options, cache, queries_.data(), attended_rows_.data());
+        attention(pass_->rows, chunks_, part, parts, options, cache, queries_.data(), attended_floats_.data());
+        const int group = heads_.queries_per_key * heads_.width;
+        attention.for_each_item(chunks_, part, parts, [&](Chunk chunk, int key_head) {
+            for (int row = chunk.first; row < chunk.end; row++)
+                quantised_attended_.quantise(row, &attended_floats_[(size_t)row * attended_], key_head * group, (key_head + 1) * group);
+        });
     }
 
     // The final norm, of all rows if it is tapped, and the head, of the wanted rows.
@@ -235,17 +294,18 @@ class Network : public AnyNetwork {
         tap(spec_.layers, part);
         for (int i = 0; i < pass_->tap_count; i++)
             if (pass_->taps[i] == spec_.layers + 1) {
-                const T* all_rows = normed(phase, thread, final_norm_);
+                const T* all_rows = normed(phase, thread, final_norm_, projection_).dense;
                 auto [begin, end] = rows_of(part);
                 for (int row = begin; row < end; row++)
                     memcpy(tapped(row, i), all_rows + (size_t)row * hidden_, spec_.hidden * sizeof(T));
             }
-        if (!spec_.head || !pass_->wanted_count) return;
+        const int wanted = pass_->wanted_count;
+        if (!spec_.head.data || !wanted) return;
         Scratch& mine = *scratch_[thread];
-        for (int i = 0; i < pass_->wanted_count; i++)
-            norm_row(&x_[(size_t)pass_->wanted[i] * hidden_], final_norm_, &mine.input[(size_t)i * hidden_]);
+        if (head_.has_quantised()) mine.quantised.resize(wanted, hidden_);
+        for (int i = 0; i < wanted; i++) norm_input(mine, &x_[(size_t)pass_->wanted[i] * hidden_], final_norm_, i, head_);
         mine.normed = -1;
-        head_.product(part, mine.input.data(), pass_->wanted_count, pass_->logits, head_.columns(), false);
+        head_.product(part, {mine.input.data(), &mine.quantised, wanted}, pass_->logits, head_.columns(), false);
     }
 
     // Copies layer n's input if it is tapped. x does not change in the phases that call this.
@@ -264,27 +324,39 @@ class Network : public AnyNetwork {
     }
     T* tapped(int row, int i) { return (T*)pass_->tapped + ((size_t)row * pass_->tap_count + i) * spec_.hidden; }
 
-    // All rows, normed. Every thread computes its own copy, which is cheaper than another phase.
-    const T* normed(int phase, int thread, const std::vector<float>& norm) {
+    // All rows, normed, as inputs of these matrices. Every thread computes its own copy, which is cheaper than another phase.
+    template <class... Matrices>
+    ProductInput<T> normed(int phase, int thread, const std::vector<float>& norm, const Matrices&... matrices) {
         Scratch& mine = *scratch_[thread];
-        if (mine.normed != phase)
-            for (size_t i = 0; i < (size_t)pass_->rows.count * hidden_; i += hidden_)
-                norm_row(&x_[i], norm, &mine.input[i]);
+        const int rows = pass_->rows.count;
+        if (mine.normed != phase) {
+            if ((matrices.has_quantised() || ...)) mine.quantised.resize(rows, hidden_);
+            for (int row = 0; row < rows; row++) norm_input(mine, &x_[(size_t)row * hidden_], norm, row, matrices...);
+        }
         mine.normed = phase;
-        return mine.input.data();
+        return {mine.input.data(), &mine.quantised, rows};
+    }
+    // Norms x [H] as row `to` of the inputs that these matrices need.
+    template <class... Matrices>
+    void norm_input(Scratch& mine, const float* x, const std::vector<float>& norm, int to, const Matrices&... matrices) {
+        if ((matrices.has_quantised() || ...)) {
+            norm_row(x, norm, mine.row.data());
+            mine.quantised.quantise(to, mine.row.data(), 0, hidden_);
+        }
+        if (!(matrices.has_quantised() && ...)) norm_row(x, norm, &mine.input[(size_t)to * hidden_]);
     }
     // The normed embeddings and states of all rows, concatenated: [R, 2 * H].
-    const T* joined(int phase, int thread) {
+    ProductInput<T> joined(int phase, int thread) {
         Scratch& mine = *scratch_[thread];
         for (int row = 0; mine.normed != phase && row < pass_->rows.count; row++) {
             T* to = &mine.input[(size_t)row * 2 * hidden_];
-            widen(embedding(row), mine.row.data());
+            embed(row, mine.row.data());
             norm_row(mine.row.data(), token_norm_, to);
             widen(state(row), mine.row.data());
             norm_row(mine.row.data(), state_norm_, to + hidden_);
         }
         mine.normed = phase;
-        return mine.input.data();
+        return {mine.input.data(), nullptr, pass_->rows.count};
     }
     // x and `to` are [H] and may be the same.
     template <class To>
@@ -318,6 +390,8 @@ class Network : public AnyNetwork {
     }
 
     void reserve(int rows) {
+        quantised_attended_.resize(rows, attended_);
+        quantised_activated_.resize(rows, inner_);
         if (rows <= reserved_) return;
         reserved_ = rows;
         x_.resize((size_t)rows * hidden_);
@@ -325,21 +399,22 @@ class Network : public AnyNetwork {
         projected_.resize((size_t)rows * (attended_ + 2 * spec_.key_value_heads * spec_.head_width));
         queries_.resize((size_t)rows * attended_);
         attended_rows_.resize((size_t)rows * attended_);
+        attended_floats_.resize((size_t)rows * attended_);
         gate_.resize((size_t)rows * inner_);
         up_.resize((size_t)rows * inner_);
         activated_.resize((size_t)rows * inner_);
         for (auto& scratch : scratch_) scratch->input.resize((size_t)rows * hidden_ * (spec_.has_states ? 2 : 1));
     }
 
-    Matrix<T> matrix(const void* weights, int count, const void* bias, int in, int padded_in) {
-        return Matrix<T>(arenas_, {{(const T*)weights, count, (const T*)bias}}, LANES, in, padded_in);
+    Matrix<T> matrix(ThreadPool& pool, Weights weights, int count, const float* bias, int in, int padded_in, int unit = LANES) {
+        return Matrix<T>(pool, arenas_, {{weights.data, weights.type, count, bias}}, unit, in, padded_in);
     }
 
-    // A vector as floats, padded with zeros to `width`; empty for null.
-    static std::vector<float> vector_of(const void* from, int size, int width) {
+    // A vector padded with zeros to `width`; empty for null.
+    static std::vector<float> vector_of(const float* from, int size, int width) {
         if (!from) return {};
-        std::vector<float> vector(width);
-        for (int i = 0; i < size; i++) vector[i] = Element<T>::widen_one(((const T*)from)[i]);
+        std::vector<float> vector(from, from + size);
+        vector.resize(width);
         return vector;
     }
 
@@ -368,6 +443,8 @@ class Network : public AnyNetwork {
     std::vector<float> x_, partial_;         // [R, H]
     std::vector<float> projected_;           // [R, heads of queries, keys and values]
     std::vector<T> queries_, attended_rows_;  // [R, query heads]
+    std::vector<float> attended_floats_;      // the same, before they are quantised
+    QuantisedRows quantised_attended_, quantised_activated_;
     std::vector<float> gate_, up_;           // [R, inner]
     std::vector<T> activated_;               // [R, inner]
 };

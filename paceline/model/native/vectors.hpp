@@ -5,8 +5,10 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace paceline {
@@ -87,6 +89,45 @@ struct Element<bf16> {
         return load<float>(&bits);
     }
 };
+
+// a * b + c, rounded once on every instruction set. `a * b + c` is rounded once only where the compiler chooses so.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+// A number of 16 bits: IEEE 754 binary16.
+inline float from_half(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
+    uint32_t bits = magnitude << 13;
+    float number;
+    if (magnitude >= 0x7c00) {  // infinity or NaN
+        bits |= 0x7f800000u;
+    } else {
+        const float scale = 0x1p112f;  // the exponents' difference; exact for denormals, too
+        memcpy(&number, &bits, sizeof number);
+        number *= scale;
+        memcpy(&bits, &number, sizeof bits);
+    }
+    bits |= sign;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+inline Floats load_halves(const void* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+    const uint16_t* halves = (const uint16_t*)from;
+    Floats numbers;
+    for (int i = 0; i < LANES; i++) numbers[i] = from_half(halves[i]);
+    return numbers;
+#endif
+}
 
 // Sums and maxima over lanes, always in the same order.
 inline float sum_of(Floats x) {

@@ -1,0 +1,191 @@
+// Blocks of quantised weights as GGUF files store them: a column's codes and what they are worth.
+//
+// A *unit* is 256 inputs of formats with two levels of scales, else two blocks of 32. A weight is
+// (code - offset) * scale + minimum, or (value of the code) * scale. Bits follow the format's description in llama.cpp
+// (ggml/src/ggml-common.h); tests compare every number with the package `gguf`.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.hpp"
+
+namespace paceline {
+
+enum BlockType : int32_t {  // part of the C interface: GGUF's numbers of the types; DENSE is T
+    DENSE = -1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39
+};
+
+constexpr int BLOCK = 32;  // inputs with a scale of their own; a half of a block may have one
+
+// A column of a unit. Of a format with two levels of scales: `factor` and `minimum_factor` of the unit, with small integers
+// by block or by half; of others `scale` and `minimum` by block. 16-bit numbers as the file has them.
+struct UnitColumn {
+    uint8_t codes[8 * BLOCK];
+    uint16_t factor, minimum_factor;
+    uint16_t scale[2], minimum[2];
+    uint8_t small_scale[16], small_minimum[16];
+};
+
+inline uint16_t load_16(const uint8_t* from) {
+    uint16_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return bits;
+}
+// Codes of half a byte: the lower halves of `COUNT` bytes, then the upper halves.
+template <int COUNT>
+inline void read_nibbles(const uint8_t* from, uint8_t* codes) {
+    for (int i = 0; i < COUNT; i++) codes[i] = from[i] & 15, codes[i + COUNT] = from[i] >> 4;
+}
+inline void add_fifth_bits(const uint8_t* from, uint8_t* codes) {
+    uint32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    for (int i = 0; i < BLOCK; i++) codes[i] |= (bits >> i & 1) << 4;
+}
+// Eight scales and eight minima of 6 bits each.
+inline void read_six_bits(const uint8_t* from, UnitColumn& to) {
+    for (int i = 0; i < 4; i++) {
+        to.small_scale[i] = from[i] & 63, to.small_minimum[i] = from[i + 4] & 63;
+        to.small_scale[i + 4] = (from[i + 8] & 15) | (from[i] >> 6 << 4);
+        to.small_minimum[i + 4] = from[i + 8] >> 4 | (from[i + 4] >> 6 << 4);
+    }
+}
+
+// Each format has the bytes of a block or a unit in the file, the number of blocks there, and what reads it.
+template <BlockType TYPE>
+struct FileBlock;
+
+template <>
+struct FileBlock<Q4_0> {
+    static constexpr int BYTES = 18, BLOCKS = 1;
+    static void read(const uint8_t* from, UnitColumn& to, int b) {
+        to.scale[b] = load_16(from);
+        read_nibbles<16>(from + 2, to.codes + BLOCK * b);
+    }
+};
+template <>
+struct FileBlock<IQ4_NL> : FileBlock<Q4_0> {};
+template <>
+struct FileBlock<Q4_1> {
+    static constexpr int BYTES = 20, BLOCKS = 1;
+    static void read(const uint8_t* from, UnitColumn& to, int b) {
+        to.scale[b] = load_16(from), to.minimum[b] = load_16(from + 2);
+        read_nibbles<16>(from + 4, to.codes + BLOCK * b);
+    }
+};
+template <>
+struct FileBlock<Q5_0> {
+    static constexpr int BYTES = 22, BLOCKS = 1;
+    static void read(const uint8_t* from, UnitColumn& to, int b) {
+        to.scale[b] = load_16(from);
+        read_nibbles<16>(from + 6, to.codes + BLOCK * b);
+        add_fifth_bits(from + 2, to.codes + BLOCK * b);
+    }
+};
+template <>
+struct FileBlock<Q5_1> {
+    static constexpr int BYTES = 24, BLOCKS = 1;
+    static void read(const uint8_t* from, UnitColumn& to, int b) {
+        to.scale[b] = load_16(from), to.minimum[b] = load_16(from + 2);
+        read_nibbles<16>(from + 8, to.codes + BLOCK * b);
+        add_fifth_bits(from + 4, to.codes + BLOCK * b);
+    }
+};
+template <>
+struct FileBlock<Q8_0> {
+    static constexpr int BYTES = 34, BLOCKS = 1;
+    static void read(const uint8_t* from, UnitColumn& to, int b) {
+        to.scale[b] = load_16(from);
+        for (int i = 0; i < BLOCK; i++) to.codes[BLOCK * b + i] = from[2 + i] ^ 0x80;
+    }
+};
+template <>
+struct FileBlock<MXFP4> {  // OCP Microscaling Formats 1.0: a scale is a power of two, here that of doubled values
+    static constexpr int BYTES = 17, BLOCKS = 1;
+    static void read(const uint8_t* from, UnitColumn& to, int b) {
+        const int exponent = from[0];  // of 2^(exponent - 128), as the upper half of a float: below 2^-126 a denormal
+        to.scale[b] = (uint16_t)(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
+        read_nibbles<16>(from + 1, to.codes + BLOCK * b);
+    }
+};
+template <>
+struct FileBlock<Q4_K> {
+    static constexpr int BYTES = 144, BLOCKS = 8;
+    static void read(const uint8_t* from, UnitColumn& to, int) {
+        to.factor = load_16(from), to.minimum_factor = load_16(from + 2);
+        read_six_bits(from + 4, to);
+        for (int i = 0; i < 4; i++) read_nibbles<BLOCK>(from + 16 + BLOCK * i, to.codes + 2 * BLOCK * i);
+    }
+};
+template <>
+struct FileBlock<Q5_K> {
+    static constexpr int BYTES = 176, BLOCKS = 8;
+    static void read(const uint8_t* from, UnitColumn& to, int) {
+        to.factor = load_16(from), to.minimum_factor = load_16(from + 2);
+        read_six_bits(from + 4, to);
+        for (int i = 0; i < 4; i++) read_nibbles<BLOCK>(from + 48 + BLOCK * i, to.codes + 2 * BLOCK * i);
+        for (int b = 0; b < 8; b++)
+            for (int i = 0; i < BLOCK; i++) to.codes[BLOCK * b + i] |= (from[16 + i] >> b & 1) << 4;
+    }
+};
+template <>
+struct FileBlock<Q6_K> {
+    static constexpr int BYTES = 210, BLOCKS = 8;
+    static void read(const uint8_t* from, UnitColumn& to, int) {
+        const uint8_t *low = from, *high = from + 128;
+        for (int n = 0; n < 2; n++) {
+            uint8_t* codes = to.codes + 4 * BLOCK * n;
+            read_nibbles<2 * BLOCK>(low + 2 * BLOCK * n, codes);
+            for (int j = 0; j < 4; j++)
+                for (int i = 0; i < BLOCK; i++) codes[BLOCK * j + i] |= (high[BLOCK * n + i] >> 2 * j & 3) << 4;
+        }
+        memcpy(to.small_scale, from + 192, sizeof to.small_scale);
+        to.factor = load_16(from + 208);
+    }
+};
+// Two bits of each of 256 codes.
+inline void read_two_bits(const uint8_t* from, uint8_t* codes) {
+    for (int n = 0; n < 2; n++)
+        for (int j = 0; j < 4; j++)
+            for (int i = 0; i < BLOCK; i++) codes[BLOCK * (4 * n + j) + i] = from[BLOCK * n + i] >> 2 * j & 3;
+}
+template <>
+struct FileBlock<Q2_K> {
+    static constexpr int BYTES = 84, BLOCKS = 8;
+    static void read(const uint8_t* from, UnitColumn& to, int) {
+        for (int i = 0; i < 16; i++) to.small_scale[i] = from[i] & 15, to.small_minimum[i] = from[i] >> 4;
+        read_two_bits(from + 16, to.codes);
+        to.factor = load_16(from + 80), to.minimum_factor = load_16(from + 82);
+    }
+};
+template <>
+struct FileBlock<Q3_K> {
+    static constexpr int BYTES = 110, BLOCKS = 8;
+    static void read(const uint8_t* from, UnitColumn& to, int) {
+        const uint8_t* scales = from + 96;
+        read_two_bits(from + 32, to.codes);
+        for (int b = 0; b < 8; b++)
+            for (int i = 0; i < BLOCK; i++) to.codes[BLOCK * b + i] |= (from[i] >> b & 1) << 2;
+        for (int i = 0; i < 16; i++) {
+            int low = i < 8 ? scales[i] & 15 : scales[i - 8] >> 4, high = scales[8 + i % 4] >> 2 * (i / 4) & 3;
+            to.small_scale[i] = (uint8_t)((low | high << 4) - 32);
+        }
+        to.factor = load_16(from + 108);
+    }
+};
+template <>
+struct FileBlock<IQ4_XS> {
+    static constexpr int BYTES = 136, BLOCKS = 8;
+    static void read(const uint8_t* from, UnitColumn& to, int) {
+        const int high = load_16(from + 2);
+        to.factor = load_16(from);
+        for (int b = 0; b < 8; b++) {
+            int low = from[4 + b / 2] >> 4 * (b % 2) & 15;
+            to.small_scale[b] = (uint8_t)((low | (high >> 2 * b & 3) << 4) - 32);
+            read_nibbles<16>(from + 8 + 16 * b, to.codes + BLOCK * b);
+        }
+    }
+};
+
+}  // namespace paceline
