@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN_2
 
 from paceline.gguf.gguf_file import GgufError, GgufFile
-from paceline.text import Tokenizer
+from paceline.text import Tokenizer, vocabulary_fingerprint
 from paceline.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from paceline.text.gguf_tokenizer import eos_token_ids
 from tests.helpers.vocabularies import TALE
@@ -145,6 +145,7 @@ def test_ids_are_those_of_a_tokenizer_json(tmp_path: Path, pre: str) -> None:
         assert read.encode(text) == own.encode(text).ids, text
         assert read.decode(read.encode(text), skip_special_tokens=False) == text
     assert read.fingerprint == Tokenizer(own, {}, None).fingerprint
+    assert read.fingerprint == vocabulary_fingerprint(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,7 @@ def test_ids_that_fill_up_the_embedding_are_no_tokens(tmp_path: Path) -> None:
     read = load(tmp_path, byte_level_metadata(extra={**EXTRA, fill: UNUSED}))
     assert read.token_id(fill) is None
     assert len(read.pieces) == len(TOKENS) + len(EXTRA)
+    assert read.fingerprint == load(tmp_path, byte_level_metadata()).fingerprint
 
 
 @pytest.mark.parametrize(
