@@ -205,6 +205,29 @@ def test_sentencepiece_spells_unknown_characters_in_bytes(tmp_path: Path) -> Non
     assert read.encode_fragment("<s>") == [3 + ord("<"), 259 + 1 + "abcdehilmnorst".index("s"), 3 + ord(">")]
 
 
+def test_sentencepiece_without_bytes_has_one_unknown_token_for_unknown_characters(tmp_path: Path) -> None:
+    tokens = {
+        "tokens": ["<unk>", "<s>", "</s>", "a"],
+        "token_type": [UNKNOWN, CONTROL, CONTROL, NORMAL],
+        "scores": [0.0] * 4,
+    }
+    assert load(tmp_path, sentencepiece_metadata(**tokens, add_space_prefix=False)).encode("aéüa") == [1, 3, 0, 3]
+
+
+def test_special_tokens_are_not_built_from_text(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", "<", "s", ">", "<s"]
+    types = [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * 4]
+    metadata = sentencepiece_metadata(tokens=tokens, token_type=types, scores=[0.0] * 7, add_space_prefix=False)
+    read = load(tmp_path, metadata)
+    assert read.encode_fragment("<s>") == [6, 5]
+    assert read.encode("<s>") == [1, 1]
+
+
+def test_a_named_end_is_special_whatever_its_type(tmp_path: Path) -> None:
+    read = load(tmp_path, byte_level_metadata(extra={"<|im_end|>": USER_DEFINED}, eos_token_id=FIRST))
+    assert read.decode(read.encode("a<|im_end|>")) == "a"
+
+
 def test_user_defined_tokens_are_text(tmp_path: Path) -> None:
     read = load(tmp_path, byte_level_metadata())
     assert read.encode("a     b")[1] == FOUR_SPACES
