@@ -284,6 +284,7 @@ def test_roles_and_the_template_come_from_the_file(tmp_path: Path) -> None:
         ({"<a>": CONTROL, "<b>": CONTROL, "<c>": CONTROL}, {"eot_token_id": FIRST + 2}, None, [FIRST, FIRST + 2]),
         ({"<a>": CONTROL, "<b>": CONTROL, "<c>": CONTROL}, {"eom_token_id": FIRST + 1}, None, [FIRST, FIRST + 1]),
         ({"<a>": CONTROL, "<stop>": CONTROL, "<stop>2": CONTROL}, {}, "<stop>2\n", [FIRST, FIRST + 2]),
+        ({"<a>": CONTROL, "<stop>": CONTROL}, {}, "<stop>answer<stop>", [FIRST]),
         ({"<a>": CONTROL, "<stop>": CONTROL}, {}, "{% broken", [FIRST]),
         ({"<|return|>": CONTROL, "<|call|>": CONTROL, "<|end|>": CONTROL}, {}, "<|end|>", [FIRST, FIRST + 1]),
         ({"<a>": CONTROL, "<|end|>": CONTROL}, {}, None, [FIRST, FIRST + 1]),
