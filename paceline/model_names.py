@@ -1,6 +1,7 @@
 """Resolves model names.
 
-A name is a folder in the layout of transformers, or a model that ships with the package. A name `SCHEME:...` is a fake
+A name is a folder in the layout of transformers, a GGUF file or a folder with one, or a model that ships with the
+package. A name `SCHEME:...` is a fake
 model, without weights, for tests and benchmarks. Fake models register their scheme (`register_scheme`); the repository
 has two, in `paceline_lab.fake_models`.
 """
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 
 from paceline import family
 from paceline.config import EngineConfig
+from paceline.gguf.gguf_config import transformers_config
+from paceline.gguf.gguf_file import PART, SUFFIX, GgufError, GgufFile, gguf_in, is_gguf, part_paths
 
 LAB = "paceline_lab.fake_models"
 """Registers its schemes on import. It is part of the repository, not of the wheel."""
@@ -65,20 +68,42 @@ def fake_vocabulary(name: str) -> tuple[int, str] | None:
 
 
 def resolve_model(name: str) -> str:
-    """The absolute folder of a model, or the name itself of a fake model. Raises `ModelNotFoundError`."""
+    """The absolute folder or GGUF file of a model, or the name itself of a fake model.
+
+    Of a split file, the first part. Raises `ModelNotFoundError`.
+    """
     if fake_vocabulary(name):
         return name
-    folder = family.path(name) if name in family.SHIPPED else Path(name).expanduser().resolve()
-    if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"no model at {folder}: a model is a folder with config.json, weights and tokenizer.json "
-            f"(download one with `hf download NAME --local-dir FOLDER`), or one of {', '.join(family.SHIPPED)}"
-        )
-    return str(folder)
+    path = family.path(name) if name in family.SHIPPED else Path(name).expanduser().resolve()
+    if (path / "config.json").is_file():
+        return str(path)
+    if (file := _gguf_file(path)) is not None:
+        return str(file)
+    raise ModelNotFoundError(
+        f"no model at {path}: a model is a GGUF file, a folder with config.json, weights and tokenizer.json "
+        f"(download one with `hf download NAME --local-dir FOLDER`), or one of {', '.join(family.SHIPPED)}"
+    )
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The file at a path or in a folder. Raises `ModelNotFoundError` if it lacks a part, or there are several."""
+    try:
+        file = path if is_gguf(path) and path.is_file() else gguf_in(path)
+        return None if file is None else part_paths(file)[0]
+    except GgufError as error:
+        raise ModelNotFoundError(str(error)) from error
 
 
 def configuration(folder: str) -> dict[str, Any]:
-    """The content of config.json in the folder of a model. Raises `ModelNotFoundError` if there is none."""
+    """The content of config.json in the folder of a model, or what a GGUF file says in its place.
+
+    Raises `ModelNotFoundError` if there is none.
+    """
+    if is_gguf(folder):
+        try:
+            return transformers_config(GgufFile.open(folder))
+        except GgufError as error:
+            raise ModelNotFoundError(str(error)) from error
     try:
         content = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -93,4 +118,11 @@ def served_name(model: str, wanted: str | None) -> str:
     scheme = fake_model(model)
     if scheme is not None and wanted is not None:
         scheme.check_served_name(wanted)
-    return wanted or (Path(model).name if scheme is None else model)
+    return wanted or (_file_name(model) if scheme is None else model)
+
+
+def _file_name(model: str) -> str:
+    """Of a folder; of a GGUF file without its ending and the number of its part."""
+    name = Path(model).name
+    part = PART.match(name)
+    return name.removesuffix(SUFFIX) if part is None else part["stem"]

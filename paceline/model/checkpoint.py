@@ -1,4 +1,4 @@
-"""A checkpoint as a folder of named tensors: safetensors or torch's format, in one file or many.
+"""A checkpoint as named tensors: a folder with safetensors or torch's format, in one file or many, or a GGUF file.
 
 Tensors are read when they are requested, in the requested dtype and on the requested device. A fault of a checkpoint is
 a `CheckpointError` with one sentence.
@@ -19,6 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from paceline.gguf.gguf_file import GgufError, is_gguf
+from paceline.model.gguf_weights import GgufWeights
+
 SAFETENSORS = (".safetensors",)
 TORCH = (".bin", ".pt", ".pth")
 TRAINING_STATE_PREFIXES = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
@@ -30,12 +33,12 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint:
-    """Reads one folder."""
+    """Reads one folder, or a GGUF file, whose tensors have transformers' names and are dequantised."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Raises `CheckpointError` if there is no such folder."""
+        """`folder`: or a GGUF file. Raises `CheckpointError` if there is none."""
         self.folder = Path(folder).expanduser()
-        if not self.folder.is_dir():
+        if not self.folder.is_dir() and not (is_gguf(self.folder) and self.folder.is_file()):
             raise CheckpointError(f"no checkpoint at {self.folder}: it has to be a folder with config.json and weights")
 
     def __str__(self) -> str:
@@ -44,6 +47,8 @@ class Checkpoint:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """config.json; empty if there is none. Raises `CheckpointError` if it is not a JSON object."""
+        if is_gguf(self.folder):
+            return self._gguf.config
         path = self.folder / "config.json"
         if not path.is_file():
             return {}
@@ -78,7 +83,7 @@ class Checkpoint:
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Read a tensor; a floating-point one in `dtype`. None: the stored dtype."""
-        tensor = self._file(name).tensor(name)
+        tensor = self._file(name).tensor(name, dtype)
         return tensor.to(device=device, dtype=dtype if dtype is not None and tensor.is_floating_point() else None)
 
     def _file(self, name: str) -> _WeightFile:
@@ -89,12 +94,21 @@ class Checkpoint:
     @cached_property
     def _files(self) -> Mapping[str, _WeightFile]:
         """The file of each tensor."""
+        if is_gguf(self.folder):
+            return dict.fromkeys(self._gguf.names, self._gguf)
         for endings, kind in ((SAFETENSORS, _SafetensorsFile), (TORCH, _TorchFile)):
             paths = sorted(path for path in self.folder.iterdir() if path.suffix in endings and _holds_weights(path))
             files = {name: file for path in paths for file in [kind(path)] for name in file.names}
             if files:
                 return files
         raise CheckpointError(f"{self} holds no weights: neither *.safetensors nor *.bin nor *.pt")
+
+    @cached_property
+    def _gguf(self) -> _GgufWeights:
+        try:
+            return _GgufWeights(self.folder)
+        except GgufError as error:
+            raise CheckpointError(str(error)) from error
 
 
 class _WeightFile:
@@ -105,7 +119,8 @@ class _WeightFile:
     def shape(self, name: str) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        """`dtype`: a file that converts anyway returns this one."""
         raise NotImplementedError
 
 
@@ -120,7 +135,7 @@ class _SafetensorsFile(_WeightFile):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(name).get_shape())
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
@@ -141,8 +156,23 @@ class _TorchFile(_WeightFile):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
         return self._tensors[name]
+
+
+class _GgufWeights(_WeightFile):
+    """All parts of a GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self._weights = GgufWeights(path)
+        self.config = self._weights.config
+        self.names = self._weights.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        return self._weights.tensor(name, dtype)
 
 
 def _holds_weights(path: Path) -> bool:

@@ -17,9 +17,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from paceline.config import EngineConfig
 from paceline.core.sampling import CANDIDATE_FINDERS
+from paceline.gguf.gguf_file import GgufError, is_gguf
 from paceline.model.attention import ATTENTION, Heads, attention_interface
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import make_model
+from paceline.model.gguf_loading import model_config, read_gguf
 from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, ModelInfo, TransformersModel
 from paceline.model.native.draw_candidates import draw_candidates
@@ -96,7 +98,7 @@ def outline(name: str, config: EngineConfig) -> nn.Module:
     Raises as transformers does, or ValueError, if there is none; `load` says why.
     """
     trusted = config.trust_remote_code
-    whole = AutoConfig.from_pretrained(resolve_model(name), local_files_only=True, trust_remote_code=trusted)
+    whole = model_config(resolve_model(name), config.device, trust_remote_code=trusted)
     text = whole.get_text_config(decoder=True)
     chosen = _tower_config(whole, text) if _is_tower(whole, text) else whole
     with torch.device("meta"):
@@ -141,7 +143,10 @@ def _plan(name: str, config: EngineConfig) -> TpPlan:
             "transformers shares a model among a machine's accelerators if it has any: name them as devices, or hide "
             "them, for example with CUDA_VISIBLE_DEVICES="
         )
-    settings = AutoConfig.from_pretrained(resolve_model(name), local_files_only=True)
+    path = resolve_model(name)
+    if is_gguf(path):
+        raise ValueError("a GGUF file cannot be shared by ranks yet: set tensor_parallel_size to 1")
+    settings = model_config(path)
     return tp_plan_for(settings, config.tensor_parallel_size)
 
 
@@ -230,7 +235,9 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
     options: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.distributed_config()}
     trusted = engine.trust_remote_code
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
+        config = model_config(path, engine.device, trust_remote_code=trusted)
+        if is_gguf(path):
+            return read_gguf(path, config, _dtype(config, engine))
         text = config.get_text_config(decoder=True)
         _check_layers(str(path), text)  # before many gigabytes are read
         dtype = _dtype(config, engine)
@@ -257,7 +264,7 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
             trust_remote_code=trusted,
             **options,
         )
-    except CheckpointError:
+    except (CheckpointError, GgufError):
         raise
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         if "trust_remote_code" in str(error):

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from paceline.model.checkpoint import Checkpoint
+from paceline.model.gguf_loading import model_config
 from paceline.model.layers import Linear
 from paceline.model_names import resolve_model
 from paceline.text import vocabulary_fingerprint
@@ -63,7 +63,7 @@ def load_target_weights(
     Raises `ModelNotFoundError`, or ValueError if the checkpoint lacks either matrix.
     """
     folder = Path(resolve_model(model))
-    whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # no code is needed
+    whole = model_config(folder, device)  # no code is needed
     config: Any = whole.get_text_config(decoder=True)
     checkpoint = Checkpoint(folder)
     embedding = checkpoint.tensor(checkpoint.find_required("embed_tokens.weight"), dtype, device)

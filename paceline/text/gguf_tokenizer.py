@@ -6,7 +6,7 @@ tokenizer in llama.cpp; docs/gguf.md names the exception.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from operator import itemgetter
 
 from tokenizers import AddedToken, decoders, models, normalizers, processors
@@ -74,15 +74,15 @@ def eos_token_ids(file: GgufFile) -> list[int]:
     return sorted(named | {id_ for token, id_ in vocabulary.added.items() if token in ends})
 
 
-def _template_end(template: str | None, special_tokens: Mapping[str, str], added: Iterable[str]) -> str:
-    """The added token that the template puts after an answer; "" if it puts none."""
+def _template_end(template: str | None, special_tokens: Mapping[str, str], added: Container[str]) -> str:
+    """The added token that is all that the template puts after an answer; "" otherwise."""
     messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": SHOWN_ANSWER}]
     try:
         text = ChatTemplate(template or "", special_tokens).render(messages, add_generation_prompt=False)
     except ChatTemplateError:
         return ""
-    _, _, after = text.partition(SHOWN_ANSWER)
-    return max((token for token in added if after.lstrip().startswith(token)), key=len, default="")
+    after = text.partition(SHOWN_ANSWER)[2].strip()
+    return after if after in added else ""
 
 
 def _byte_level(file: GgufFile, vocabulary: GgufVocabulary) -> Backend:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from operator import itemgetter
@@ -17,6 +17,7 @@ from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_model
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.gguf_tokenizer import gguf_backend, gguf_chat_template, gguf_special_tokens
+from paceline.text.gguf_vocabulary import GgufVocabulary
 from paceline.text.prefix_space import without_prefix_space
 from paceline.text.token_pieces import token_pieces
 
@@ -45,23 +46,27 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.special_tokens = special_tokens
-        self.fingerprint = fingerprint or _digest(backend)
+        self.fingerprint = fingerprint or _digest(backend.get_vocab(with_added_tokens=True))
         """Equal for two tokenizers if and only if every id is the same token."""
         self.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
         """The tokenizer of a model by name (see `paceline.model_names`). Raises `ModelNotFoundError` or `GgufError`."""
-        location = model if is_gguf(model) else resolve_model(model)
+        location = _location(model)
         if vocabulary := fake_vocabulary(location):
             size, fingerprint = vocabulary
             return cls(_numbers(size), {}, FAKE_MODEL_CHAT_TEMPLATE, fingerprint)
         if is_gguf(location):
-            file = GgufFile.open(location)
-            return cls(gguf_backend(file), gguf_special_tokens(file), gguf_chat_template(file))
+            return cls._from_gguf(GgufFile.open(location))
         folder = Path(location)
         config = _read_json(folder / "tokenizer_config.json")
         return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
+
+    @classmethod
+    def _from_gguf(cls, file: GgufFile) -> Tokenizer:
+        fingerprint = _digest(GgufVocabulary(file).ids)
+        return cls(gguf_backend(file), gguf_special_tokens(file), gguf_chat_template(file), fingerprint)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; `add_special_tokens` adds those that the model expects around a text, such as a BOS.
@@ -160,13 +165,19 @@ class Tokenizer:
 
 
 def vocabulary_fingerprint(model: str) -> str:
-    """The fingerprint of a model's vocabulary, by the model's name. Raises `ModelNotFoundError`."""
+    """The fingerprint of a model's vocabulary, by the model's name. Raises `ModelNotFoundError` or `GgufError`."""
+    location = _location(model)
+    if is_gguf(location):  # without the tokenizer, which takes longer
+        return _digest(GgufVocabulary(GgufFile.open(location)).ids)
     return Tokenizer.load(model).fingerprint
 
 
-def _digest(backend: Backend) -> str:
-    by_id = sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
-    pairs = [(id_, token) for token, id_ in by_id]
+def _location(model: str) -> str:
+    return model if is_gguf(model) else resolve_model(model)
+
+
+def _digest(ids: Mapping[str, int]) -> str:
+    pairs = [(id_, token) for token, id_ in sorted(ids.items(), key=itemgetter(1))]
     return sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -123,10 +123,10 @@ def write_gguf(
 ) -> nn.Module:
     """Write a random model of this configuration, and return it, in float32.
 
-    `quantization`: of matrices, by the name of the format. `part_tensors`: tensors of each part of a split file. `omit`:
-    names of tensors and keys that the file lacks. `metadata`: keys that are added or replaced. `tokens`: those of the
-    vocabulary, if not as many as the embedding has rows. `change`: the data of a tensor [rows, ...] by its name, before
-    it is written.
+    `quantization`: of matrices, by the name of the format. `part_tensors`: tensors of each part of a split file.
+    `omit`: names of tensors and keys that the file lacks. `metadata`: keys that are added or replaced. `tokens`: those
+    of the vocabulary, if not as many as the embedding has rows. `change`: the data of a tensor [rows, ...] by its name,
+    before it is written.
     """
     torch.manual_seed(seed)
     network: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)

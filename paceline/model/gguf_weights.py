@@ -1,0 +1,103 @@
+"""The tensors of a GGUF file under transformers' names, dequantised.
+
+Numbers are those that the package `gguf` computes from a format's blocks, in float32. Blocks are read a few rows at a
+time: beside the result little memory is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.gguf.gguf_config import transformers_config
+from paceline.gguf.gguf_file import GgufFile, GgufTensor
+from paceline.gguf.gguf_names import Change, Source, tensor_sources, unpermuted_rows
+
+PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Formats that torch has, too."""
+CHUNK = 4 << 20
+"""Numbers that are dequantised at a time."""
+
+
+class GgufWeights:
+    """Reads one model. Methods raise `GgufError`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GgufFile.open(path)
+        self.config: Mapping[str, Any] = transformers_config(self._file)
+        self.names = list(self.sources)
+
+    @cached_property
+    def sources(self) -> Mapping[str, Source]:
+        """By transformers' name."""
+        return tensor_sources(self._file, self.config)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of transformers."""
+        source = self.sources[name]
+        *leading, last = self._file.tensor(source.names[0]).shape
+        match source.change:
+            case Change.ONE_ROW:
+                return 1, last
+            case Change.CONCATENATED:
+                return leading[0], 2 * leading[1], last
+            case Change.TRANSPOSED if len(leading) == 2:
+                return leading[0], last, leading[1]
+            case Change.INTERLEAVED:
+                return (leading[0], last, 2 * leading[1]) if len(leading) == 2 else (leading[0], 2 * last)
+        return *leading, last
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of transformers. `dtype` None: the stored one, or the configuration's for blocks."""
+        source = self.sources[name]
+        stored = self._file.tensor(source.names[0]).type.name
+        dtype = dtype or PLAIN.get(stored, getattr(torch, self.config["dtype"]))
+        exact = torch.float32 if source.change is Change.MINUS_ONE else dtype
+        parts = [dequantized(self._file.tensor(each), exact) for each in source.names]
+        return self._changed(source.change, parts).to(dtype)
+
+    def _changed(self, change: Change, parts: list[Tensor]) -> Tensor:
+        tensor = parts[0]
+        match change:
+            case Change.QUERY_ROWS | Change.KEY_ROWS:
+                heads = self.config[f"num_{'attention' if change is Change.QUERY_ROWS else 'key_value'}_heads"]
+                return tensor[torch.from_numpy(unpermuted_rows(heads, self.config["head_dim"]))]
+            case Change.MINUS_ONE:
+                return tensor - 1
+            case Change.ONE_ROW:
+                return tensor[None]
+            case Change.CONCATENATED:
+                return torch.cat(parts, dim=1)
+            case Change.TRANSPOSED:
+                return tensor.mT.contiguous() if tensor.ndim == 3 else tensor
+            case Change.INTERLEAVED:
+                columns = [part.mT if part.ndim == 3 else part for part in parts]
+                return torch.stack(columns, dim=-1).flatten(-2)
+        return tensor
+
+
+def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the file as it is there."""
+    width = tensor.shape[-1]
+    rows, step = math.prod(tensor.shape[:-1]), max(1, CHUNK // width)
+    result = torch.empty(rows, width, dtype=dtype)
+    for start in range(0, rows, step):
+        result[start : start + step] = _floats(tensor, tensor.data[start : start + step])
+    return result.reshape(tensor.shape)
+
+
+def _floats(tensor: GgufTensor, data: np.ndarray[Any, Any]) -> Tensor:
+    """Rows of blocks as numbers."""
+    if tensor.type.name in PLAIN:
+        return torch.from_numpy(data.copy()).view(PLAIN[tensor.type.name])
+    from gguf import GGMLQuantizationType  # only a file that is dequantised takes the package
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(data, GGMLQuantizationType[tensor.type.name]))
