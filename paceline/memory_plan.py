@@ -22,7 +22,7 @@ import torch
 from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.drafting.auto_method import mtp_layer_names
 from paceline.drafting.method_registry import hidden_state_layers
-from paceline.gguf.gguf_config import Settings, is_packed_kind, transformers_config
+from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufFile, GgufTensor, is_gguf
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
@@ -171,22 +171,22 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 
 
-def _packed_config(path: str, engine: EngineConfig) -> Settings | None:
+def _packed_config(path: str, engine: EngineConfig) -> GgufSettings | None:
     """The configuration of a GGUF file whose matrices stay as they are; None for any other model."""
     if not is_gguf(path) or torch.device(engine.device).type != "cpu" or engine.tensor_parallel_size > 1:
         return None
     config = transformers_config(GgufFile.open(path))
-    return Settings(**config) if is_packed_kind(config) else None
+    return GgufSettings(**config) if is_packed_kind(config) else None
 
 
-def packed_dtype(config: Settings, engine: EngineConfig) -> torch.dtype:
+def packed_dtype(config: GgufSettings, engine: EngineConfig) -> torch.dtype:
     """Of keys, values and matrices of floats in a file whose other matrices stay packed."""
     dtype = gguf_dtype(config.to_dict(), engine.device) if engine.dtype == "auto" else getattr(torch, engine.dtype)
     chosen: torch.dtype = dtype
     return chosen
 
 
-def packed_memory(path: str, config: Settings, engine: EngineConfig) -> WorkerMemory:
+def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
     """Of a process whose model stays packed as in its file, except matrices of floats, which take the dtype."""
     heads, dtype = Heads.of(config), packed_dtype(config, engine)
     slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))

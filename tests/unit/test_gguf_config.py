@@ -9,12 +9,12 @@ import pytest
 from transformers import AutoConfig
 
 from paceline.gguf.gguf_config import KINDS as KNOWN
-from paceline.gguf.gguf_config import Settings, is_packed_kind, llama3_factors, shortest, transformers_config
+from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, llama3_factors, shortest, transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile
 from tests.helpers.gguf_files import KINDS, YARN, tiny_config, write_gguf
 
 UNTOLD = {"_name_or_path", "architectures", "model_type", "dtype"}
-"""Settings that no tensor depends on, or that name the same network."""
+"""GgufSettings that no tensor depends on, or that name the same network."""
 LLAMA_ONLY = {"attention_bias", "mlp_bias", "pretraining_tp"}
 """Llama's settings that Mistral does not have; files of both are of the kind llama."""
 
@@ -25,7 +25,7 @@ def read(tmp_path: Path, config: Any, **options: Any) -> dict[str, Any]:
 
 
 def differing(config: Any, read_config: dict[str, Any]) -> set[str]:
-    """Settings of which the file says something else."""
+    """GgufSettings of which the file says something else."""
     ours, theirs = AutoConfig.for_model(**read_config).to_dict(), config.to_dict()
     return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
 
@@ -120,7 +120,7 @@ def test_kinds_that_stay_packed(tmp_path: Path) -> None:
 
 
 def test_settings_are_used_as_those_of_transformers() -> None:
-    settings = Settings(hidden_size=8)
+    settings = GgufSettings(hidden_size=8)
     assert (settings.get_text_config(decoder=True).hidden_size, settings.to_dict()) == (8, {"hidden_size": 8})
 
 

@@ -21,7 +21,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.doctor.candidates import candidates
 from paceline.drafting import complete_config
 from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary
-from paceline.gguf.gguf_config import Settings
+from paceline.gguf.gguf_config import GgufSettings
 from paceline.launcher import StartError
 from paceline.memory_plan import packed_memory, plan_memory
 from paceline.model import Model, SlotTable, load
@@ -186,7 +186,7 @@ def test_a_head_reads_the_targets_matrices_from_a_file(tmp_path: Path) -> None:
 
 def test_the_memory_of_a_file_that_stays_packed_is_its_own(file: Path) -> None:
     engine = EngineConfig(max_num_batched_rows=16)
-    config = Settings(**configuration(str(file)))
+    config = GgufSettings(**configuration(str(file)))
     need = packed_memory(str(file), config, engine)
     vectors = 4 * (2 * (2 * 64 + 64 + 2 * 32) + 64)  # norms and biases of two layers, in float32
     matrices = (2 * 320 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64)) * 34 // 32
