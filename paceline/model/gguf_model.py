@@ -123,7 +123,9 @@ class _FileWeights:
             size = self.heads.head_size if field in HEAD_NORMS else self._hidden
             fields[field] = self._optional(f"blk.{n}.{name}.weight", size)
         if fields["input_norm"] is None or fields["inner_norm"] is None:
-            raise GgufError(f"{self._file.path} has no norms in layer {n} (blk.{n}.attn_norm.weight, blk.{n}.ffn_norm.weight)")
+            raise GgufError(
+                f"{self._file.path} has no norms in layer {n} (blk.{n}.attn_norm.weight, blk.{n}.ffn_norm.weight)"
+            )
         if self.heads.head_size % HEAD_UNIT and isinstance(fields["output"], QuantizedWeight):
             fields["output"] = dequantize(fields["output"]).to(self._dtype)
         return DecoderLayerWeights(**fields)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from paceline.config import EngineConfig
-from paceline.gguf.gguf_file import GgufError
 from paceline.gguf import gguf_names
+from paceline.gguf.gguf_file import GgufError
 from paceline.model import gguf_model
 from paceline.model.gguf_model import GgufModel, load_packed
 from paceline.model.layer_weights import QuantizedWeight
@@ -100,7 +100,9 @@ def test_weights_stay_packed(written: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("kind", "quantization", "wide"), [("llama", "Q8_0", False), ("qwen2", "Q4_K", True), ("qwen3", "Q6_K", True)])
+@pytest.mark.parametrize(
+    ("kind", "quantization", "wide"), [("llama", "Q8_0", False), ("qwen2", "Q4_K", True), ("qwen3", "Q6_K", True)]
+)
 def test_rows_equal_one_row_at_a_time(kind: str, quantization: str, wide: bool, dtype: str, written: Any) -> None:
     file, sequence = written(kind, quantization, wide=wide), tokens(LONGEST)
     alone = one_by_one(file.load(dtype), sequence)
