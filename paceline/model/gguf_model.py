@@ -18,7 +18,7 @@ from paceline.gguf.gguf_config import is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile, GgufTensor
 from paceline.gguf.gguf_names import unpermuted_rows
 from paceline.model.attention import Heads, KVCache
-from paceline.model.layer_weights import DecoderLayerWeights, QuantizedWeight, RotaryTables, Weight
+from paceline.model.layer_weights import LayerWeights, QuantizedWeight, RotaryTables, Weight
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_network import NativeNetwork, head_width
@@ -113,7 +113,7 @@ class _FileWeights:
         name = "output.weight" if "output.weight" in self._file.tensors else "token_embd.weight"
         return self._matrix(name, (self._vocabulary, self._hidden))
 
-    def layer(self, n: int) -> DecoderLayerWeights:
+    def layer(self, n: int) -> LayerWeights[Weight]:
         fields: dict[str, Any] = {"window": self._window}
         for field, name in MATRICES.items():
             heads = self._permuted_heads(field)
@@ -128,7 +128,7 @@ class _FileWeights:
             )
         if self.heads.head_size % HEAD_UNIT and isinstance(fields["output"], QuantizedWeight):
             fields["output"] = dequantize(fields["output"]).to(self._dtype)
-        return DecoderLayerWeights(**fields)
+        return LayerWeights(**fields)
 
     def vector(self, name: str, size: int, permuted_heads: int = 0) -> Tensor:
         """A norm or a bias, float32."""
