@@ -22,10 +22,11 @@ import torch
 from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.drafting.auto_method import mtp_layer_names
 from paceline.drafting.method_registry import hidden_state_layers
+from paceline.gguf.gguf_config import Settings, is_packed_kind, transformers_config
+from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import device_memory, gigabytes
-from paceline.model.loading import outline
 from paceline.model.native.native_network import head_width
 from paceline.model.target_weights import TargetWeights
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
@@ -127,8 +128,14 @@ def _with_slots(
 def _outlined(model: str, engine: EngineConfig) -> tuple[TargetWeights, WorkerMemory] | None:
     """A model as drafts see their target, without matrices, and its need; None if its code fails here."""
     try:
-        network = outline(model, engine)
-        return _as_target(network, model, engine), model_memory(network, engine)
+        if (packed := _packed_config(resolve_model(model), engine)) is not None:
+            dtype = packed_dtype(packed, engine)
+            return _as_target(packed, dtype, model, engine), packed_memory(resolve_model(model), packed, engine)
+        from paceline.model.loading import outline  # a model that stays packed takes no transformers
+
+        network: Any = outline(model, engine)
+        config, dtype = network.config.get_text_config(decoder=True), next(network.parameters()).dtype
+        return _as_target(config, dtype, model, engine), model_memory(network, engine)
     except Exception:  # code of any architecture may fail in any way; loading it says what is wrong
         log.debug("%s has no outline", model, exc_info=True)
         return None
@@ -138,9 +145,8 @@ def _unread(*_: Any) -> Any:
     raise ValueError("the target's weights are not read yet")
 
 
-def _as_target(network: Any, model: str, engine: EngineConfig) -> TargetWeights:
+def _as_target(config: Any, dtype: torch.dtype, model: str, engine: EngineConfig) -> TargetWeights:
     """A CPU's memory is other programs', too: requests are longer than UNPLANNED_SLOTS only if the user says so."""
-    config, dtype = network.config.get_text_config(decoder=True), next(network.parameters()).dtype
     folder, device = Path(resolve_model(model)), torch.device(engine.device)
     length = _own_length(config) if device.type != "cpu" else min(_own_length(config), UNPLANNED_SLOTS)
     length = engine.max_model_len or length
@@ -161,6 +167,29 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
         heads = heads_per_rank(heads, network.tp_plan or {}, size)
     weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
     slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))
+    return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
+
+
+def _packed_config(path: str, engine: EngineConfig) -> Settings | None:
+    """The configuration of a GGUF file whose matrices stay as they are; None for any other model."""
+    if not is_gguf(path) or torch.device(engine.device).type != "cpu" or engine.tensor_parallel_size > 1:
+        return None
+    config = transformers_config(GgufFile.open(path))
+    return Settings(**config) if is_packed_kind(config) else None
+
+
+def packed_dtype(config: Any, engine: EngineConfig) -> torch.dtype:
+    """Of keys, values and unpacked matrices of a file whose others stay packed."""
+    dtype: torch.dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
+    return dtype
+
+
+def packed_memory(path: str, config: Any, engine: EngineConfig) -> WorkerMemory:
+    """Of a process whose model stays packed as in its file, except matrices of floats, which take the dtype."""
+    heads, dtype = Heads.of(config), packed_dtype(config, engine)
+    slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))
+    tensors = GgufFile.open(path).tensors.values()
+    weights = sum(t.data.nbytes if t.type.is_packed else math.prod(t.shape) * dtype.itemsize for t in tensors)
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 
 

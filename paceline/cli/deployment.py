@@ -24,6 +24,7 @@ from paceline.config import (
     SpeculativeConfig,
 )
 from paceline.config.vllm_options import VllmOptions
+from paceline.gguf.gguf_file import is_gguf
 from paceline.host_port import listen_at_free_port
 from paceline.launcher import StartError
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model, served_name
@@ -211,6 +212,8 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
     """Decide everything that can be decided before a service starts. Raises `StartError` if it cannot work."""
     try:
         model = resolve_model(options.model)
+        if options.vllm is not None and is_gguf(model):
+            raise StartError(f"{model} is a GGUF file, which vLLM is not given here: name a folder with safetensors")
         speculation = _checked(options.speculation or default_speculative_config(options.model), model)
         name = served_name(model, options.served_model_name)
     except (ValueError, ModelNotFoundError) as error:

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from paceline.config import EngineConfig
 from paceline.core.sampling import CANDIDATE_FINDERS
-from paceline.gguf.gguf_file import GgufError, is_gguf
+from paceline.gguf.gguf_file import GgufError, GgufFile, is_gguf
 from paceline.model.attention import ATTENTION, Heads, attention_interface
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import make_model
@@ -33,7 +33,7 @@ from paceline.model.quantization import dequantized_weights, is_dequantized_at_l
 from paceline.model.rope import fix_rope_frequencies
 from paceline.model.row_probe import is_row_invariant
 from paceline.model_names import fake_model, resolve_model
-from paceline.text import vocabulary_fingerprint
+from paceline.text import gguf_tokenizer, vocabulary_fingerprint
 
 if TYPE_CHECKING:  # a model of one process does not load them
     from paceline.model.parallel.sharding import Sharding, TpPlan
@@ -374,7 +374,9 @@ def _device(name: str) -> torch.device:
 
 
 def _eos_token_ids(path: Path, network: nn.Module) -> list[int]:
-    """From generation_config.json, else from the model's configuration."""
+    """From generation_config.json, else from the model's configuration; of a GGUF file, all that end an answer."""
+    if is_gguf(path):
+        return gguf_tokenizer.eos_token_ids(GgufFile.open(path))
     generation = path / "generation_config.json"
     eos: Any = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
     if eos is None:

@@ -24,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from paceline.gguf.gguf_file import is_gguf
+from paceline.model.gguf_loading import model_config, read_gguf
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
 from paceline_lab.training.family.token_corpus import Ids, windows
 from paceline_lab.training.family.trainer import Phase, Schedule, Trainer
@@ -363,12 +365,14 @@ def _target(options: HeadTrainingOptions) -> PreTrainedModel:
         raise ModelNotFoundError(f"{options.target} has no weights: name a model with weights")
     path = resolve_model(options.target)
     try:
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, local_files_only=True
-        )
+        if is_gguf(path):
+            target: Any = read_gguf(Path(path), model_config(path), torch.bfloat16)
+        else:
+            target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True)
     except (OSError, ValueError) as error:  # transformers writes paragraphs
         raise ModelNotFoundError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    return target.to(options.device)
+    moved: PreTrainedModel = target.to(options.device)
+    return moved
 
 
 def main() -> int:
