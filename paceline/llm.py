@@ -101,8 +101,9 @@ class LLM:
         stop: str | Sequence[str] = (),
         speculative: bool = True,
     ) -> list[Completion]:
-        """Complete every prompt (text, or token ids), in the order of the prompts. `sampling`: for all prompts, or one for
-        each.
+        """Complete every prompt (text, or token ids), in the order of the prompts.
+
+        `sampling`: for all prompts, or one for each.
 
         A completion ends before the first string of `stop` after `min_tokens`, or with a token of
         `sampling.stop_token_ids` or the model's own end-of-text tokens. Raises ValueError if any prompt cannot be

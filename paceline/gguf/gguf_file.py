@@ -1,8 +1,8 @@
 """A GGUF file: metadata, and tensors that are mapped, not read.
 
-Follows the format's description, versions 2 and 3 (ggml/docs/gguf.md of llama.cpp). The header is parsed here, not by the
-`gguf` package: its reader makes a numpy view for each string, which takes 2 to 12 s for a vocabulary of 150,000 tokens
-(gguf 0.19), and one file is opened by gateway, target and draft.
+Follows the format's description, versions 2 and 3 (docs/gguf.md of ggml). The header is parsed here, not by the package
+`gguf`: its reader makes a numpy view for each string, which takes 12 s for a vocabulary of 150,000 tokens (gguf 0.19),
+and one file is opened by gateway, target and draft.
 """
 
 from __future__ import annotations
@@ -167,7 +167,9 @@ def gguf_in(folder: Path) -> Path | None:
     files = sorted(path for path in folder.iterdir() if is_gguf(path) and not path.name.startswith("mmproj"))
     models = [path for path in files if (part := PART.match(path.name)) is None or int(part["number"]) == 1]
     if len(models) > 1:
-        raise GgufError(f"{folder} has {len(models)} models ({models[0].name}, {models[1].name}, ...): name one of them")
+        raise GgufError(
+            f"{folder} has {len(models)} models ({models[0].name}, {models[1].name}, ...): name one of them"
+        )
     if files and not models:
         raise GgufError(f"{folder} has {files[0].name}, and not the first part")
     return models[0] if models else None
@@ -278,11 +280,15 @@ class _Part:
 
     def _mapped(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
         if kind not in BLOCK_TYPES:
-            raise GgufError(f"{self._path}: the tensor {name} is of the type {UNREAD_TYPES.get(kind, kind)}, not read here")
+            raise GgufError(
+                f"{self._path}: the tensor {name} is of the type {UNREAD_TYPES.get(kind, kind)}, not read here"
+            )
         block = BLOCK_TYPES[kind]
         width, rows = shape[-1], math.prod(shape[:-1])
         if width % block.size:
-            raise GgufError(f"{self._path}: the tensor {name} has rows of {width}, no multiple of {block.size} ({block.name})")
+            raise GgufError(
+                f"{self._path}: the tensor {name} has rows of {width}, no multiple of {block.size} ({block.name})"
+            )
         row_bytes = width // block.size * block.bytes
         if start + rows * row_bytes > len(self._bytes):
             raise GgufError(f"{self._path} is cut off within the tensor {name}: download it again")

@@ -18,7 +18,7 @@ from paceline.gguf.gguf_config import is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile, GgufTensor
 from paceline.gguf.gguf_names import unpermuted_rows
 from paceline.model.attention import Heads, KVCache
-from paceline.model.layer_weights import DecoderLayerWeights, QuantizedWeight, RotaryTables, Weight
+from paceline.model.layer_weights import LayerWeights, QuantizedWeight, RotaryTables, Weight
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_network import NativeNetwork, head_width
@@ -113,7 +113,7 @@ class _FileWeights:
         name = "output.weight" if "output.weight" in self._file.tensors else "token_embd.weight"
         return self._matrix(name, (self._vocabulary, self._hidden))
 
-    def layer(self, n: int) -> DecoderLayerWeights:
+    def layer(self, n: int) -> LayerWeights[Weight]:
         fields: dict[str, Any] = {"window": self._window}
         for field, name in MATRICES.items():
             heads = self._permuted_heads(field)
@@ -123,10 +123,12 @@ class _FileWeights:
             size = self.heads.head_size if field in HEAD_NORMS else self._hidden
             fields[field] = self._optional(f"blk.{n}.{name}.weight", size)
         if fields["input_norm"] is None or fields["inner_norm"] is None:
-            raise GgufError(f"{self._file.path} has no norms in layer {n} (blk.{n}.attn_norm.weight, blk.{n}.ffn_norm.weight)")
+            raise GgufError(
+                f"{self._file.path} has no norms in layer {n} (blk.{n}.attn_norm.weight, blk.{n}.ffn_norm.weight)"
+            )
         if self.heads.head_size % HEAD_UNIT and isinstance(fields["output"], QuantizedWeight):
             fields["output"] = dequantize(fields["output"]).to(self._dtype)
-        return DecoderLayerWeights(**fields)
+        return LayerWeights(**fields)
 
     def vector(self, name: str, size: int, permuted_heads: int = 0) -> Tensor:
         """A norm or a bias, float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +32,21 @@ class QuantizedWeight:
 Weight = Tensor | QuantizedWeight
 
 
+W = TypeVar("W", bound=Weight)
+
+
 @dataclass(frozen=True, slots=True)
-class DecoderLayerWeights:
+class LayerWeights(Generic[W]):
     """Weights of one layer: matrices [out, in], all tensors of one dtype; norms and biases [out], of any floating-point
     dtype; None for a missing one."""
 
-    query: Weight
-    key: Weight
-    value: Weight
-    output: Weight
-    gate: Weight
-    up: Weight
-    down: Weight
+    query: W
+    key: W
+    value: W
+    output: W
+    gate: W
+    up: W
+    down: W
     input_norm: Tensor | None = None
     inner_norm: Tensor | None = None
     query_norm: Tensor | None = None
@@ -57,6 +60,10 @@ class DecoderLayerWeights:
     down_bias: Tensor | None = None
     window: int = 0
     """Positions that a row sees, including its own; 0: all."""
+
+
+DecoderLayerWeights = LayerWeights[Tensor]
+"""Of a layer that is not quantised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from paceline.model.attention import ATTENTION, Heads, attention_interface
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import make_model
 from paceline.model.gguf_loading import model_config, read_gguf
+from paceline.model.gguf_model import load_packed
 from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, ModelInfo, TransformersModel
 from paceline.model.native.draw_candidates import draw_candidates
@@ -160,6 +161,8 @@ def _load_shard(name: str, config: EngineConfig, plan: TpPlan, ranks: TensorPara
 
 def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> TransformersModel:
     path = Path(resolve_model(name))
+    if is_gguf(path) and (packed := load_packed(path, name, config)) is not None:
+        return packed
     network = _read(path, config, sharding)
     eos_token_ids = _eos_token_ids(path, network)
     return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from paceline.config import EngineConfig
-from paceline.gguf.gguf_file import GgufError
 from paceline.gguf import gguf_names
+from paceline.gguf.gguf_file import GgufError
 from paceline.model import gguf_model
 from paceline.model.gguf_model import GgufModel, load_packed
 from paceline.model.layer_weights import QuantizedWeight
 from paceline.model.native.native_library import NativeLibrary
+from paceline.model.rows import SlotTable
 from tests.helpers.gguf_files import tiny_config, write_gguf
 from tests.helpers.row_runs import assert_same, chunks, lockstep, one_by_one, random_trees
 
@@ -28,9 +29,8 @@ LONGEST = 150
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 """Widths that formats with blocks of 256 take."""
-INT8_ROWS = 0.03
-"""Largest difference from float32 rows, relative to the largest logit; seen: 0.015. A wrong order of rows shows as 0.3
-and more."""
+INT8_ROWS = 0.06
+"""Difference from float32 rows, relative to the logits; seen: up to 0.043. A wrong order of rows shows as 0.3."""
 
 
 class Written:
@@ -65,10 +65,10 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 
 def difference(file: Written, model: GgufModel) -> float:
-    """Of logits, relative to the largest."""
+    """Of logits, relative to them: roots of the sums of squares."""
     sequence = tokens(60)
     expected = file.expected(sequence)
-    return float((torch.stack(one_by_one(model, sequence)) - expected).abs().max() / expected.abs().max())
+    return float((torch.stack(one_by_one(model, sequence)) - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,9 +100,9 @@ def test_weights_stay_packed(written: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("kind", "quantization", "wide"), [("llama", "Q8_0", False), ("qwen2", "Q4_K", True), ("qwen3", "Q6_K", True)])
-def test_rows_equal_one_row_at_a_time(kind: str, quantization: str, wide: bool, dtype: str, written: Any) -> None:
-    file, sequence = written(kind, quantization, wide=wide), tokens(LONGEST)
+@pytest.mark.parametrize(("kind", "quantization"), [("llama", "Q8_0"), ("qwen2", "Q4_K"), ("qwen3", "Q6_K")])
+def test_rows_equal_one_row_at_a_time(kind: str, quantization: str, dtype: str, written: Any) -> None:
+    file, sequence = written(kind, quantization, wide=quantization.endswith("_K")), tokens(LONGEST)
     alone = one_by_one(file.load(dtype), sequence)
     assert_same(random_trees(file.load(dtype), sequence), alone)
     for size in (3, 17, 61, 150):
@@ -147,11 +147,9 @@ def test_hidden_states_and_the_embedding_are_those_of_the_network(written: Any) 
     model = file.load()
     with torch.inference_mode():
         states = file.network(torch.tensor([sequence]), output_hidden_states=True).hidden_states
-    from paceline.model.rows import SlotTable
-
     table = SlotTable(range(1, 21))
     hidden = model.run([table.row(token, i) for i, token in enumerate(sequence)], [], (0, 1)).hidden
     assert hidden is not None
     assert torch.equal(hidden[:, 0], states[0][0])
     assert torch.equal(model.embedding()[sequence], states[0][0])
-    assert (hidden[:, 1] - states[1][0]).abs().max() < INT8_ROWS * states[1].abs().max()
+    assert (hidden[:, 1] - states[1][0]).norm() < INT8_ROWS * states[1].norm()

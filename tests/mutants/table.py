@@ -591,8 +591,8 @@ MUTANTS = (
         "native: with several rows a product's last step rounds twice",
         "paceline/model/native/packed.hpp",
         "sums[r] = add_block<L>(sums[r], dots, s, floats[r], floats[R + r], integers + R + r, R);",
-        "sums[r] = sums[r] + add_block<L>(R > 1 ? Floats{} : sums[r], dots, s, floats[r], floats[R + r], integers + R + r, R)"
-        " - (R > 1 ? Floats{} : sums[r]);",
+        "sums[r] = (R > 1 ? sums[r] : Floats{}) + add_block<L>(R > 1 ? Floats{} : sums[r], dots, s, floats[r], "
+        "floats[R + r], integers + R + r, R);",
         QUANTISED,
     ),
     Mutant(

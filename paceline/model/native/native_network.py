@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.model.attention import Heads, KVCache
 from paceline.model.layer_weights import (
     AllReduce,
-    DecoderLayerWeights,
+    LayerWeights,
     QuantizedWeight,
     RotaryTables,
     StateFusion,
@@ -93,7 +93,7 @@ class NativeNetwork:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayerWeights],
+        layers: Sequence[LayerWeights[Any]],
         heads: Heads,
         cache: KVCache,
         rotary: RotaryTables,
@@ -110,7 +110,9 @@ class NativeNetwork:
     ) -> None:
         """Weights are copied, except the embedding [vocabulary, hidden]. `cache`: heads have `head_width`. `scale`: of
         scores. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the sum over the ranks that share the layers.
-        `fusion`: passes have states, too. `layer_packed` is called when a layer's weights have been copied. Raises `NativeUnavailableError`.
+        `fusion`: passes have states, too. `layer_packed` is called when a layer's weights have been copied.
+
+        Raises `NativeUnavailableError`.
         """
         self._native = NativeLibrary.instance()
         self._hidden, self._dtype = hidden, cache.dtype
@@ -217,7 +219,7 @@ class _Addresses:
     def __init__(self) -> None:
         self._kept: list[Weight] = []
 
-    def layer(self, layer: DecoderLayerWeights) -> _LayerSpec:
+    def layer(self, layer: LayerWeights[Any]) -> _LayerSpec:
         matrices = (self.weights(getattr(layer, name)) for name in _LayerSpec.MATRICES)
         vectors = (self.vector(getattr(layer, name)) for name in _LayerSpec.VECTORS)
         return _LayerSpec(*matrices, *vectors, layer.window, layer.query.shape[1])
@@ -238,12 +240,11 @@ class _Addresses:
 
 
 def _padded_fusion(
-    fusion: StateFusion, layers: Sequence[DecoderLayerWeights], hidden: int
-) -> tuple[StateFusion, Sequence[DecoderLayerWeights]]:
+    fusion: StateFusion, layers: Sequence[LayerWeights[Any]], hidden: int
+) -> tuple[StateFusion, Sequence[LayerWeights[Any]]]:
     """Pad the matrices that multiply embedding and state with zeros where native code pads the two."""
 
-    def aligned(weight: Weight) -> Tensor:
-        assert isinstance(weight, Tensor)  # heads are not quantised
+    def aligned(weight: Tensor) -> Tensor:
         return pad_columns(weight.detach().reshape(-1, hidden)).view(len(weight), -1)
 
     if fusion.projection is not None:

@@ -10,7 +10,10 @@ from paceline.model.native.native_library import DENSE, NativeLibrary, address, 
 
 
 class NativeProduct:
-    """`x @ weight.T + bias`; rows are quantised for a quantised weight. A row's bits do not depend on the number of rows."""
+    """`x @ weight.T + bias`. A row's bits do not depend on the number of rows.
+
+    A quantised weight takes rows in int8, which this makes of float32.
+    """
 
     def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
         """Copies weight [out, in], in one of `DTYPES` or quantised, and bias [out]. Raises `NativeUnavailableError`."""
