@@ -114,7 +114,10 @@ def configuration(folder: str) -> dict[str, Any]:
 
 
 def served_name(model: str, wanted: str | None) -> str:
-    """The model's name in the API: as wanted, or its folder's or file's. Raises ValueError if a fake model is to be served under a real name."""
+    """The model's name in the API: as wanted, or its folder's or file's.
+
+    Raises ValueError if a fake model is to be served under a real name.
+    """
     scheme = fake_model(model)
     if scheme is not None and wanted is not None:
         scheme.check_served_name(wanted)
