@@ -67,7 +67,7 @@ class Engine:
         lookup_clients: Sequence[DraftClient] = (),
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`cost`: of a pass, by `paceline.model.row_probe.measure_row_cost`. `lookup_clients`: of the lookups, which
+        """`cost`: of a pass, by `paceline.model.row_probe.estimate_row_cost`. `lookup_clients`: of the lookups, which
         draft for every request. `grammars`: default by the model's name."""
         self.model = model
         sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(lookup_clients))

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,7 +91,7 @@ class KVCache:
         """`slots`: of tokens. `width`: numbers per head with padding; None: the head size."""
         self.heads = heads
         shape = (layers, slots + SPARE_SLOTS, 2 * heads.kv_heads, width or heads.head_size)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = _zeros(shape, dtype, device)
         self.attention_name = ""
         """What attends to it, if that is neither native code nor torch's operators."""
 
@@ -121,6 +122,14 @@ class KVCache:
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU memory that the kernel clears where it is first used: most slots are never used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+    return untouched.view(dtype).view(shape)
 
 
 class AttentionOptions(NamedTuple):

@@ -24,6 +24,7 @@ from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.native.native_product import dequantize
 from paceline.model.network_factory import log_once
+from paceline.model.numerics import numerics_of
 from paceline.model.rows import Row
 from paceline.text import vocabulary_fingerprint
 from paceline.text.gguf_tokenizer import eos_token_ids
@@ -214,10 +215,12 @@ def load_packed(path: Path, name: str, config: EngineConfig) -> GgufModel | None
     if config.tensor_parallel_size > 1:
         raise ValueError("the weights of a GGUF file cannot be shared by ranks yet: set tensor_parallel_size to 1")
     try:
-        return GgufModel(_info(file, name, settings, config), file, settings, _dtype(file, config))
+        model = GgufModel(_info(file, name, settings, config), file, settings, _dtype(file, config))
     except NativeUnavailableError as error:
         log_once(f"no native pass, {path.name} is dequantised: {error}")
         return None
+    model.numerics = numerics_of(model, " gguf")
+    return model
 
 
 def _info(file: GgufFile, name: str, settings: Mapping[str, Any], config: EngineConfig) -> ModelInfo:

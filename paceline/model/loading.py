@@ -1,4 +1,4 @@
-"""Load a checkpoint as a `Model`: any transformers causal language model, or a registered fake one."""
+"""Load a checkpoint with transformers: any causal language model, or a GGUF file that is dequantised."""
 
 from __future__ import annotations
 
@@ -16,23 +16,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils.logging import disable_progress_bar
 
 from paceline.config import EngineConfig
-from paceline.core.sampling import CANDIDATE_FINDERS
 from paceline.gguf.gguf_file import GgufError, GgufFile, is_gguf
 from paceline.model.attention import ATTENTION, Heads, attention_interface
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import make_model
 from paceline.model.gguf_loading import model_config, read_gguf
-from paceline.model.gguf_model import load_packed
 from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, ModelInfo, TransformersModel
-from paceline.model.native.draw_candidates import draw_candidates
 from paceline.model.network_factory import log_once
-from paceline.model.numerics import numerics_of
+from paceline.model.numerics import numerics_of, quantization_of
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.quantization import dequantized_weights, is_dequantized_at_load
 from paceline.model.rope import fix_rope_frequencies
-from paceline.model.row_probe import is_row_invariant
-from paceline.model_names import fake_model, resolve_model
+from paceline.model_names import resolve_model
 from paceline.text import gguf_tokenizer, vocabulary_fingerprint
 
 if TYPE_CHECKING:  # a model of one process does not load them
@@ -72,25 +68,12 @@ NON_TEXT_WEIGHTS = re.compile(
 
 AttentionInterface.register(ATTENTION, attention_interface)
 register_mimo()
-CANDIDATE_FINDERS.append(draw_candidates)
 disable_progress_bar()  # a service logs one line when its model is loaded
 
 
-def load(name: str, config: EngineConfig) -> Model:
-    """Load the model called `name`, see `paceline.model_names`; with a tensor_parallel_size over 1, as rank 0.
-
-    Raises `paceline.model_names.ModelNotFoundError` if there is none, ValueError if it cannot be run here, and the
-    errors of `paceline.model.parallel.rank_errors` if the ranks do not meet.
-    """
-    resolve_model(name)
-    if (scheme := fake_model(name)) is not None:
-        if config.tensor_parallel_size > 1:
-            raise ValueError(f"{name} has no weights to share among ranks: set tensor_parallel_size to 1")
-        fake: Model = scheme.load(name, config)
-        return fake
-    model = _load_tensor_parallel(name, config) if config.tensor_parallel_size > 1 else _load(name, config)
-    model.rows_invariant = is_row_invariant(model)
-    return model
+def load_checkpoint(name: str, config: EngineConfig) -> Model:
+    """Load a transformers model by name; with a tensor_parallel_size over 1, as rank 0. Raises as `load` does."""
+    return _load_tensor_parallel(name, config) if config.tensor_parallel_size > 1 else _load(name, config)
 
 
 def outline(name: str, config: EngineConfig) -> nn.Module:
@@ -107,15 +90,6 @@ def outline(name: str, config: EngineConfig) -> nn.Module:
             chosen, dtype=_dtype(whole, config), trust_remote_code=trusted
         )
     return network
-
-
-def limit_torch_threads(model: Model) -> None:
-    """Leave the cores to a native model's threads.
-
-    Little work is left to torch's operators, and a barrier between torch's threads costs more than that work.
-    """
-    if isinstance(model, TransformersModel) and model.native:
-        torch.set_num_threads(1)
 
 
 def load_shard(name: str, config: EngineConfig, ranks: TensorParallelGroup) -> TransformersModel:
@@ -161,8 +135,6 @@ def _load_shard(name: str, config: EngineConfig, plan: TpPlan, ranks: TensorPara
 
 def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> TransformersModel:
     path = Path(resolve_model(name))
-    if is_gguf(path) and (packed := load_packed(path, name, config)) is not None:
-        return packed
     network = _read(path, config, sharding)
     eos_token_ids = _eos_token_ids(path, network)
     return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
@@ -210,7 +182,7 @@ def build(
         kind = type(network).__name__
         cause = "" if isinstance(error, ValueError) else "its own code fails when it is called as here: "
         raise ValueError(f"{name} is a {kind}, which cannot be run here: {cause}{_first_line(error)}") from error
-    model.numerics = numerics_of(model, network.config)
+    model.numerics = numerics_of(model, quantization_of(network.config))
     return model
 
 

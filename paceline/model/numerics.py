@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from paceline import __version__
 from paceline.model.model import TransformersModel
@@ -21,13 +21,13 @@ VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 """Environment variables that change that choice."""
 
 
-def numerics_of(model: TransformersModel, config: Any) -> str:
+def numerics_of(model: TransformersModel, quantization: str) -> str:
     """One line, such as "native avx512, g++ 12.2.0, source 1a2b3c4d; float32; cpu; torch 2.13.0 AVX512; ...".
 
     Equal lines mean equal bits, given the same weights and rows. The native pass sums in one order on every machine
     with its instruction set. Torch's libraries choose kernels by the CPU, and may split sums among threads: MKL does in
     float32, unless `MKL_CBWR` is STRICT (32 rows of 8,192 numbers, torch 2.13).
-    `config`: the network's, in transformers' format.
+    `quantization`: of the weights, such as `quantization_of` gives.
     """
     device = model.device
     path = f"native {native_description()}" if model.native else "torch operators"
@@ -41,17 +41,17 @@ def numerics_of(model: TransformersModel, config: Any) -> str:
         path = ", ".join([path, *settings])
     parts = [
         path,
-        str(model.dtype).removeprefix("torch.") + _quantisation(config),
+        str(model.dtype).removeprefix("torch.") + quantization,
         device.type if model.native else _device(device),
         f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",  # torch draws tokens on every path
-        f"transformers {transformers.__version__}",
+        f"transformers {version('transformers')}",
         f"paceline {__version__}",
     ]
     return "; ".join(parts)
 
 
-def _quantisation(config: Any) -> str:
-    """The quantization method and a hash of its parameters; empty without one."""
+def quantization_of(config: Any) -> str:
+    """The quantization method in transformers' configuration and a hash of its parameters; empty without one."""
     settings = config.to_dict().get("quantization_config")
     if not settings:
         return ""

@@ -1,4 +1,4 @@
-"""Start-up probes: whether a row's result depends on the other rows of a pass, and the cost of a row."""
+"""Probes: whether a row's result depends on the other rows of a pass, and the cost of a row."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ PROBE_CONTEXT = 2 * TILE - 5
 PROBE_DEPTH = 8
 """Depth of the chains of guesses that `measure_row_cost` measures."""
 
+ESTIMATED_ROWS = (1, 8, 32)
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 192, 256)
 
 
@@ -77,6 +78,18 @@ def measure_row_cost(model: _Measurable, most: int, repeats: int = 5) -> RowCost
     # first: a long pass evicts the weights from the caches, and several short ones bring them back.
     rounds = [[_timed(model, guesses[:count]) for count in reversed(counts)] for _ in range(repeats)]
     return RowCost(counts, [min(times) for times in zip(*rounds, strict=True)][::-1])
+
+
+def estimate_row_cost(model: _Measurable, most: int) -> RowCost:
+    """Seconds per pass from three passes: of the most rows of `ESTIMATED_ROWS`, then of fewer, of one request.
+
+    What a start can afford where a pass takes long. Between and beyond these points costs are lines, which a step's
+    overhead corrects while serving (`paceline.core.policy.step_cost.StepCost`).
+    """
+    counts = [n for n in ESTIMATED_ROWS if n <= min(most, model.slots // 4, model.max_model_len // 2)] or [1]
+    table = SlotTable(range(1, max(counts) + 1))
+    times = [_timed(model, [table.row(0, i) for i in range(count)]) for count in reversed(counts)]
+    return RowCost(counts, times[::-1])
 
 
 def _timed(model: _Measurable, rows: Sequence[Row]) -> float:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.gguf_loading import model_config
 from paceline.model.layers import Linear
 from paceline.model_names import resolve_model
 from paceline.text import vocabulary_fingerprint
@@ -62,6 +61,8 @@ def load_target_weights(
 
     Raises `ModelNotFoundError`, or ValueError if the checkpoint lacks either matrix.
     """
+    from paceline.model.gguf_loading import model_config  # imports transformers
+
     folder = Path(resolve_model(model))
     whole = model_config(folder, device)  # no code is needed
     config: Any = whole.get_text_config(decoder=True)

@@ -19,7 +19,7 @@ from paceline.model import load
 from paceline.model.loading import build
 from paceline.model.native.build import native_description
 from paceline.model.native.native_library import NativeLibrary
-from paceline.model.numerics import numerics_of
+from paceline.model.numerics import numerics_of, quantization_of
 from paceline.v1 import target_pb2
 from paceline.wire.target_codec import decode_target_description, encode_target_description
 from paceline_services.target.__main__ import target_description, worker_record
@@ -89,11 +89,11 @@ def test_the_line_has_the_quantisation_and_its_parameters() -> None:
 
     def quantised(block: int) -> str:
         given = {"quant_method": "fp8", "weight_block_size": [block, block]}
-        return numerics_of(model, LlamaConfig(quantization_config=given))
+        return numerics_of(model, quantization_of(LlamaConfig(quantization_config=given)))
 
     assert "; float32 fp8 " in quantised(128)
     assert quantised(64) != quantised(128) == quantised(128)
-    assert "; float32; " in numerics_of(model, LlamaConfig())
+    assert "; float32; " in numerics_of(model, quantization_of(LlamaConfig()))
 
 
 def test_the_line_reaches_gateways_and_the_registry(folder: Path) -> None:

@@ -35,10 +35,10 @@ inline uint16_t load_16(const uint8_t* from) {
 }
 // Codes of half a byte: the lower halves of `COUNT` bytes, then the upper halves.
 template <int COUNT>
-inline void read_nibbles(const uint8_t* from, uint8_t* codes) {
+inline void read_nibbles(const uint8_t* __restrict from, uint8_t* __restrict codes) {
     for (int i = 0; i < COUNT; i++) codes[i] = from[i] & 15, codes[i + COUNT] = from[i] >> 4;
 }
-inline void add_fifth_bits(const uint8_t* from, uint8_t* codes) {
+inline void add_fifth_bits(const uint8_t* from, uint8_t* __restrict codes) {
     uint32_t bits;
     memcpy(&bits, from, sizeof bits);
     for (int i = 0; i < BLOCK; i++) codes[i] |= (bits >> i & 1) << 4;

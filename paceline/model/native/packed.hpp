@@ -60,7 +60,8 @@ struct Codes4 : PlainCodes {
         }
     }
     static void store_codes(const uint8_t (*v)[VECTOR_BYTES], uint8_t* p) {
-        for (int i = 0; i < 4 * VECTOR_BYTES; i++) p[i] = (uint8_t)((v[0][i] & 15) | v[4][i] << 4);
+        for (int j = 0; j < 4; j++)
+            for (int i = 0; i < VECTOR_BYTES; i++) p[VECTOR_BYTES * j + i] = (uint8_t)((v[j][i] & 15) | v[j + 4][i] << 4);
     }
 };
 struct Codes2 : PlainCodes {
@@ -74,10 +75,9 @@ struct Codes2 : PlainCodes {
         }
     }
     static void store_codes(const uint8_t (*v)[VECTOR_BYTES], uint8_t* p, int from = 0) {
-        for (int i = 0; i < 2 * VECTOR_BYTES; i++) {
-            p[i] = 0;
-            for (int t = 0; t < 4; t++) p[i] |= (uint8_t)((v[2 * t][i] >> from & 3) << 2 * t);
-        }
+        memset(p, 0, 2 * VECTOR_BYTES);
+        for (int j = 0; j < BLOCK_VECTORS; j++)
+            for (int i = 0; i < VECTOR_BYTES; i++) p[VECTOR_BYTES * (j & 1) + i] |= (uint8_t)((v[j][i] >> from & 3) << (j & 6));
     }
 };
 struct Codes1 {
@@ -90,10 +90,9 @@ struct Codes1 {
         v[6] = move_bits<6, 1, TO>(all), v[7] = move_bits<7, 1, TO>(all);
     }
     static void store_codes(const uint8_t (*v)[VECTOR_BYTES], uint8_t* p, int from) {
-        for (int i = 0; i < VECTOR_BYTES; i++) {
-            p[i] = 0;
-            for (int t = 0; t < 8; t++) p[i] |= (uint8_t)((v[t][i] >> from & 1) << t);
-        }
+        memset(p, 0, VECTOR_BYTES);
+        for (int j = 0; j < BLOCK_VECTORS; j++)
+            for (int i = 0; i < VECTOR_BYTES; i++) p[i] |= (uint8_t)((v[j][i] >> from & 1) << j);
     }
 };
 template <class Low, class High, int LOW_BITS>

@@ -1,0 +1,51 @@
+"""Load a model: a GGUF file, any transformers causal language model, or a registered fake one.
+
+transformers takes seconds to import, so it is imported only for what needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paceline.config import EngineConfig
+from paceline.core.sampling import CANDIDATE_FINDERS
+from paceline.gguf.gguf_file import is_gguf
+from paceline.model.gguf_model import load_packed
+from paceline.model.model import Model, TransformersModel
+from paceline.model.native.draw_candidates import draw_candidates
+from paceline.model.row_probe import is_row_invariant
+from paceline.model_names import fake_model, resolve_model
+
+CANDIDATE_FINDERS.append(draw_candidates)
+
+
+def load(name: str, config: EngineConfig) -> Model:
+    """Load the model called `name`, see `paceline.model_names`; with a tensor_parallel_size over 1, as rank 0.
+
+    Raises `paceline.model_names.ModelNotFoundError` if there is none, ValueError if it cannot be run here, and the
+    errors of `paceline.model.parallel.rank_errors` if the ranks do not meet.
+    """
+    location = resolve_model(name)
+    if (scheme := fake_model(name)) is not None:
+        if config.tensor_parallel_size > 1:
+            raise ValueError(f"{name} has no weights to share among ranks: set tensor_parallel_size to 1")
+        fake: Model = scheme.load(name, config)
+        return fake
+    if is_gguf(location) and (packed := load_packed(Path(location), name, config)) is not None:
+        return packed
+    from paceline.model.loading import load_checkpoint
+
+    model = load_checkpoint(name, config)
+    model.rows_invariant = is_row_invariant(model)
+    return model
+
+
+def limit_torch_threads(model: Model) -> None:
+    """Leave the cores to a native model's threads.
+
+    Little work is left to torch's operators, and a barrier between torch's threads costs more than that work.
+    """
+    if isinstance(model, TransformersModel) and model.native:
+        torch.set_num_threads(1)
