@@ -151,13 +151,20 @@ def write_gguf(
 
 
 def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows of random codes with small scales, uint8 [rows, bytes], of any format that `gguf` dequantises."""
-    size, count = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    """Rows of random codes, uint8 [rows, bytes], of a format in `SCALES`; numbers are as large as a layer's."""
+    number = gguf.GGMLQuantizationType[kind]
+    size, count = gguf.GGML_QUANT_SIZES[number]
     blocks = rng.integers(0, 256, (rows, width // size, count), dtype=np.uint8)
-    for at in SCALES[kind]:
-        scales = rng.uniform(1e-4, 1e-3, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    scales = {at: rng.uniform(0.001, 0.01, blocks.shape[:2]) for at in SCALES[kind]}
+    _set_scales(blocks, scales, 1.0)
+    _set_scales(blocks, scales, width**-0.5 / gguf.quants.dequantize(blocks.reshape(rows, -1), number).std())
     return blocks.reshape(rows, -1)
+
+
+def _set_scales(blocks: np.ndarray, scales: Mapping[int, np.ndarray], factor: float) -> None:
+    """`scales`: of each block, by where it has them, in bytes."""
+    for at, numbers in scales.items():
+        blocks[..., at : at + 2] = (factor * numbers).astype(np.float16)[..., None].view(np.uint8)
 
 
 def _randomize(network: nn.Module) -> None:
