@@ -22,11 +22,12 @@ import torch
 from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.drafting.auto_method import mtp_layer_names
 from paceline.drafting.method_registry import hidden_state_layers
-from paceline.gguf.gguf_config import Settings, is_packed_kind, transformers_config
-from paceline.gguf.gguf_file import GgufFile, is_gguf
+from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
+from paceline.gguf.gguf_file import GgufFile, GgufTensor, is_gguf
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import device_memory, gigabytes
+from paceline.model.gguf_weights import gguf_dtype
 from paceline.model.native.native_network import head_width
 from paceline.model.target_weights import TargetWeights
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
@@ -170,27 +171,33 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 
 
-def _packed_config(path: str, engine: EngineConfig) -> Settings | None:
+def _packed_config(path: str, engine: EngineConfig) -> GgufSettings | None:
     """The configuration of a GGUF file whose matrices stay as they are; None for any other model."""
     if not is_gguf(path) or torch.device(engine.device).type != "cpu" or engine.tensor_parallel_size > 1:
         return None
     config = transformers_config(GgufFile.open(path))
-    return Settings(**config) if is_packed_kind(config) else None
+    return GgufSettings(**config) if is_packed_kind(config) else None
 
 
-def packed_dtype(config: Any, engine: EngineConfig) -> torch.dtype:
-    """Of keys, values and unpacked matrices of a file whose others stay packed."""
-    dtype: torch.dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
-    return dtype
+def packed_dtype(config: GgufSettings, engine: EngineConfig) -> torch.dtype:
+    """Of keys, values and matrices of floats in a file whose other matrices stay packed."""
+    dtype = gguf_dtype(config.to_dict(), engine.device) if engine.dtype == "auto" else getattr(torch, engine.dtype)
+    chosen: torch.dtype = dtype
+    return chosen
 
 
-def packed_memory(path: str, config: Any, engine: EngineConfig) -> WorkerMemory:
+def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
     """Of a process whose model stays packed as in its file, except matrices of floats, which take the dtype."""
     heads, dtype = Heads.of(config), packed_dtype(config, engine)
     slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))
-    tensors = GgufFile.open(path).tensors.values()
-    weights = sum(t.data.nbytes if t.type.is_packed else math.prod(t.shape) * dtype.itemsize for t in tensors)
+    weights = sum(_packed_bytes(each, dtype) for each in GgufFile.open(path).tensors.values())
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
+
+
+def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype) -> int:
+    if tensor.type.is_packed or len(tensor.shape) == 1:
+        return tensor.data.nbytes
+    return math.prod(tensor.shape) * dtype.itemsize
 
 
 def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> int:

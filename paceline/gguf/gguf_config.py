@@ -32,14 +32,14 @@ IGNORED_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "r
 """Rotary factors, which are part of the configuration."""
 
 
-class Settings(SimpleNamespace):
+class GgufSettings(SimpleNamespace):
     """A configuration with the two methods of transformers' own that are used here; it takes no transformers."""
 
     def to_dict(self) -> dict[str, Any]:
         """All settings."""
         return dict(vars(self))
 
-    def get_text_config(self, decoder: bool | None = None) -> Settings:
+    def get_text_config(self, decoder: bool | None = None) -> GgufSettings:
         """Itself: the model is a text model."""
         return self
 

@@ -68,13 +68,13 @@ def tensor_sources(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Sourc
 
     Raises `GgufError` if a tensor is missing, has another shape than the configuration says, or is unknown.
     """
-    lengths = _lengths(config)
+    lengths, biased = _lengths(config), _biased(config)
     sources = {}
     for name, rule in _rules(config):
         for suffix in (".weight", ".bias"):
-            files = tuple(f"{each}{suffix}" for each in rule.files)
-            if suffix == ".bias" and files[0] not in file.tensors:
+            if suffix == ".bias" and name.rpartition(".")[2] not in biased:
                 continue
+            files = tuple(f"{each}{suffix}" for each in rule.files)
             for each in files:
                 _check_shape(file, each, _shape(rule, lengths, suffix))
             sources[_full_name(name, rule, suffix)] = Source(files, rule.change)
@@ -85,6 +85,13 @@ def tensor_sources(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Sourc
             "without it the output would be wrong"
         )
     return sources
+
+
+def _biased(config: Mapping[str, Any]) -> frozenset[str]:
+    """Ends of the names of what has a bias."""
+    attention = ATTENTION_NAMES if config.get("attention_bias") else ()
+    mlp = MLP_NAMES if config.get("mlp_bias") else ()
+    return frozenset((*BIASED.get(config["model_type"], ()), *attention, *mlp))
 
 
 def _full_name(name: str, rule: Rule, suffix: str) -> str:
@@ -131,6 +138,14 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
             yield f"model.layers.{layer}.{name}", rule._replace(files=files)
 
 
+ATTENTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+BIASED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen2", "qwen2_moe"), ("q_proj", "k_proj", "v_proj")),
+    "starcoder2": (*ATTENTION_NAMES, "c_fc", "c_proj", "input_layernorm", "post_attention_layernorm", "norm"),
+    "gpt_oss": (*ATTENTION_NAMES, "router", "gate_up_proj", "down_proj"),
+}
+"""Ends of the names of what has a bias in every model of a type. In others the configuration says it."""
 PLUS_ONE = frozenset({"gemma2", "gemma3_text"})
 """Model types whose norms the file has plus one."""
 _ATTENTION: Mapping[str, Rule] = {

@@ -14,6 +14,7 @@ from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile, is_gguf
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import gigabytes
+from paceline.model.gguf_weights import gguf_dtype
 from paceline.model.network_factory import log_once
 
 
@@ -25,9 +26,7 @@ def model_config(path: Path | str, device: str = "cpu", *, trust_remote_code: bo
     if not is_gguf(path):
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     settings = transformers_config(GgufFile.open(path))
-    if torch.device(device).type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        settings["dtype"] = "float32"
-    return AutoConfig.for_model(**settings)
+    return AutoConfig.for_model(**{**settings, "dtype": gguf_dtype(settings, device)})
 
 
 def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -40,7 +39,7 @@ def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
         None, config=config, dtype=dtype, state_dict=weights, output_loading_info=True, local_files_only=True
     )
     if faults := sorted([*report["missing_keys"], *report["unexpected_keys"]]):
-        raise GgufError(f"{path} has no {', '.join(faults[:3])}: it is incomplete, or of another kind")
+        raise GgufError(f"{path} and {kind.__name__} differ in {', '.join(faults[:3])}: its format is not supported")
     log_once(f"{path.name}: dequantised to {str(dtype).removeprefix('torch.')}: {gigabytes(size)}")
     loaded: nn.Module = network
     return loaded

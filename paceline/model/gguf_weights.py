@@ -26,6 +26,17 @@ CHUNK = 4 << 20
 """Numbers that are dequantised at a time."""
 
 
+def gguf_dtype(config: Mapping[str, Any], device: str) -> torch.dtype:
+    """Of what is computed in floats: bfloat16 where the device computes in it, float32 of a file in float32."""
+    dtype: torch.dtype = getattr(torch, config["dtype"])
+    return dtype if computes_in_bfloat16(device) else torch.float32
+
+
+def computes_in_bfloat16(device: str) -> bool:
+    """Whether the device has products of bfloat16."""
+    return torch.device(device).type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class GgufWeights:
     """Reads one model. Methods raise `GgufError`."""
 

@@ -35,7 +35,7 @@ Weight = Tensor | QuantizedWeight
 W = TypeVar("W", bound=Weight)
 
 
-@dataclass(frozen=True)  # slots and a frozen generic do not go together in Python 3.11
+@dataclass(frozen=True)  # with slots, `LayerWeights[Tensor](...)` fails: typing sets an attribute (Python 3.11)
 class LayerWeights(Generic[W]):
     """Weights of one layer: matrices [out, in], all tensors of one dtype; norms and biases [out], of any floating-point
     dtype; None for a missing one."""

@@ -40,6 +40,7 @@ FLASH = ("unit/test_paged_attention.py",)
 TRITON = ("unit/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
+DEQUANTISED = ("unit/test_gguf_names.py", "unit/test_gguf_config.py")
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
 
@@ -608,6 +609,48 @@ MUTANTS = (
         'PERMUTED_KINDS = ("llama",)',
         "PERMUTED_KINDS = ()",
         QUANTISED,
+    ),
+    Mutant(
+        "Gemma's norms keep the one that a GGUF file adds",
+        "paceline/model/gguf_weights.py",
+        "return tensor - 1\n",
+        "return tensor\n",
+        DEQUANTISED,
+    ),
+    Mutant(
+        "rows of q and k of a dequantised llama file stay in the file's order",
+        "paceline/model/gguf_weights.py",
+        'return tensor[torch.from_numpy(unpermuted_rows(heads, self.config["head_dim"]))]',
+        "return tensor",
+        DEQUANTISED,
+    ),
+    Mutant(
+        "rows of k are put in order by the number of query heads",
+        "paceline/gguf/gguf_names.py",
+        'Rule(("attn_k",), "KH", Change.KEY_ROWS)',
+        'Rule(("attn_k",), "KH", Change.QUERY_ROWS)',
+        DEQUANTISED,
+    ),
+    Mutant(
+        "columns of gpt-oss' gates and inputs follow each other",
+        "paceline/model/gguf_weights.py",
+        "return torch.stack(columns, dim=-1).flatten(-2)",
+        "return torch.cat(columns, dim=-1)",
+        DEQUANTISED,
+    ),
+    Mutant(
+        "a tensor of a wrong shape in a GGUF file passes",
+        "paceline/gguf/gguf_names.py",
+        "if shape != expected:",
+        "if len(shape) != len(expected):",
+        DEQUANTISED,
+    ),
+    Mutant(
+        "Gemma's largest model scales queries like the others",
+        "paceline/gguf/gguf_config.py",
+        'return int(config["hidden_size"] // config["num_attention_heads"])',
+        'return int(config["head_dim"])',
+        DEQUANTISED,
     ),
     Mutant(
         "native: a phase begins before the one before has ended",
