@@ -27,7 +27,6 @@ from paceline.gguf.gguf_file import GgufFile, GgufTensor, is_gguf
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import device_memory, gigabytes
-from paceline.model.gguf_weights import gguf_dtype
 from paceline.model.native.native_network import head_width
 from paceline.model.target_weights import TargetWeights
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
@@ -181,9 +180,8 @@ def _packed_config(path: str, engine: EngineConfig) -> GgufSettings | None:
 
 def packed_dtype(config: GgufSettings, engine: EngineConfig) -> torch.dtype:
     """Of keys, values and matrices of floats in a file whose other matrices stay packed."""
-    dtype = gguf_dtype(config.to_dict(), engine.device) if engine.dtype == "auto" else getattr(torch, engine.dtype)
-    chosen: torch.dtype = dtype
-    return chosen
+    dtype: torch.dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
+    return dtype
 
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_config import is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile, GgufTensor
-from paceline.gguf.gguf_names import unpermuted_rows
+from paceline.gguf.gguf_names import tensor_sources, unpermuted_rows
 from paceline.model.attention import Heads, KVCache
 from paceline.model.layer_weights import LayerWeights, QuantizedWeight, RotaryTables, Weight
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
@@ -36,7 +36,7 @@ MATRICES = {
 """Matrices of a layer, and their names in a file: `blk.N.NAME.weight`, `blk.N.NAME.bias`."""
 NORMS = {"input_norm": "attn_norm", "inner_norm": "ffn_norm", "query_norm": "attn_q_norm", "key_norm": "attn_k_norm"}
 HEAD_NORMS = ("query_norm", "key_norm")
-PERMUTED_KINDS = ("llama",)
+PERMUTED_KINDS = ("llama", "mistral3")
 """`general.architecture` whose files have the rows of q and k in the order of rotation by neighbouring pairs."""
 HEAD_UNIT = 32
 """Heads whose size is a multiple of it have no padding in the cache, so quantised weights need none."""
@@ -212,6 +212,7 @@ def load_packed(path: Path, name: str, config: EngineConfig) -> GgufModel | None
     settings = transformers_config(file)
     if not is_packed_kind(settings) or config.device != "cpu":
         return None
+    tensor_sources(file, settings)  # no tensor is missing, of another shape, or unknown
     if config.tensor_parallel_size > 1:
         raise ValueError("the weights of a GGUF file cannot be shared by ranks yet: set tensor_parallel_size to 1")
     try:

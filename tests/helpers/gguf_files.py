@@ -199,6 +199,7 @@ def _views(network: nn.Module, config: Any) -> Iterator[View]:
             yield from _expert_views(name, tensor, interleaved=architecture == "gpt-oss")
             continue
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
         found = f"{found}.weight" if name.endswith("sinks") else found
         shape = tuple(tensor.shape)
         if heads := _permuted_heads(found, architecture, config):
@@ -233,7 +234,7 @@ def _expert_views(name: str, tensor: Tensor, *, interleaved: bool) -> Iterator[V
         yield View(f"blk.{layer}.ffn_{part}_exps.{kind}", view, tuple(view.shape))
 
 
-class _Writer(gguf.GGUFWriter):  # type: ignore[misc]
+class _Writer(gguf.GGUFWriter):
     """Leaves keys out, and replaces others."""
 
     def __init__(self, *args: Any, omit: Collection[str], replaced: Mapping[str, Any], **options: Any) -> None:

@@ -606,7 +606,7 @@ MUTANTS = (
     Mutant(
         "a llama file's rows of q and k stay in the file's order",
         "paceline/model/gguf_model.py",
-        'PERMUTED_KINDS = ("llama",)',
+        'PERMUTED_KINDS = ("llama", "mistral3")',
         "PERMUTED_KINDS = ()",
         QUANTISED,
     ),

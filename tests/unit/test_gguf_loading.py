@@ -26,6 +26,7 @@ from paceline.launcher import StartError
 from paceline.memory_plan import packed_memory, plan_memory
 from paceline.model import Model, SlotTable, load
 from paceline.model.gguf_loading import model_config, read_gguf
+from paceline.model.gguf_model import GgufModel
 from paceline.model.loading import outline
 from paceline.model.target_weights import load_target_weights
 from paceline.model_names import ModelNotFoundError, configuration, resolve_model, served_name
@@ -106,6 +107,22 @@ def test_a_loaded_model_computes_what_the_file_says(model_type: str, tmp_path: P
     expected = logits_of(network)
     assert (model_logits(model) - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (model.vocabulary_size, model.max_model_len, model.eos_token_ids) == (320, 256, (0, 2))
+
+
+def test_mistral_3_is_packed_in_the_order_of_its_rows(tmp_path: Path) -> None:
+    """Its rows are reordered as in `llama` files."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny_config("ministral3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}), "F32")
+    model, expected = load(str(path), CONFIG), logits_of(read(path))
+    assert isinstance(model, GgufModel)
+    assert (model_logits(model) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_packed_model_refuses_a_tensor_that_it_would_ignore(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}
+    write_gguf(tmp_path / "model.gguf", tiny_config("llama"), extra_tensors=extra)
+    with pytest.raises(ValueError, match=r"has the tensor blk.0.attn_q_norm.weight, which a llama does not have"):
+        load(str(tmp_path / "model.gguf"), CONFIG)
 
 
 def test_what_is_dequantised_is_said_with_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
