@@ -52,6 +52,6 @@ class EngineInfo:
     """Empty without speculation."""
     numerics: str
     rows_per_s: float = 0.0
-    """Of full passes, as measured at start-up; 0: unknown."""
+    """Of full passes, as estimated at start-up; 0: unknown."""
     features: Sequence[str] = ()
     """See `paceline.target_features`."""

@@ -176,31 +176,20 @@ def _numbers(tensor: GgufTensor) -> Tensor:
 
 def rotary_tables(file: GgufFile, config: Mapping[str, Any], positions: int) -> RotaryTables:
     """Cosines and sines by transformers' formulas; with the factors of `rope_freqs.weight`, where a file has them."""
-    rope = config.get("rope_parameters") or {}
-    frequencies, scaling = 1.0 / _powers(config, float(rope["rope_theta"])), 1.0
+    rope = config["rope_parameters"]
+    frequencies = 1.0 / _powers(config, float(rope["rope_theta"]))
     if "rope_freqs.weight" in file.tensors:  # Llama 3.1
         frequencies = frequencies / _numbers(file.tensor("rope_freqs.weight"))
-    elif (kind := rope.get("rope_type", "default")) == "linear":
+    elif rope["rope_type"] == "linear":
         frequencies = frequencies / float(rope["factor"])
-    elif kind != "default":
-        frequencies, scaling = _scaled_frequencies(kind, config)
     angles = torch.arange(positions).float()[:, None] * frequencies
-    return RotaryTables((angles.cos() * scaling).contiguous(), (angles.sin() * scaling).contiguous())
+    return RotaryTables(angles.cos(), angles.sin())
 
 
 def _powers(config: Mapping[str, Any], base: float) -> Tensor:
     size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     powers: Tensor = base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
     return powers
-
-
-def _scaled_frequencies(kind: str, config: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """By transformers' own function of this kind of scaling, such as yarn."""
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**config), torch.device("cpu"))
-    return frequencies, float(scaling)
 
 
 def load_packed(path: Path, name: str, config: EngineConfig) -> GgufModel | None:

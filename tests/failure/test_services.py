@@ -85,7 +85,7 @@ def draft_model(name: str, **more: str) -> str:
 @pytest.mark.parametrize(
     ("service", "arguments", "advice"),
     [
-        ("target", ("--model", "/no/such/folder"), "no model at /no/such/folder: a model is a folder"),
+        ("target", ("--model", "/no/such/folder"), "no model at /no/such/folder: a model is a GGUF file"),
         ("target", ("--model", "table:none"), "'table:none'"),
         (
             "target",

@@ -1,6 +1,6 @@
 """What steps cost, and which nodes are worth a row.
 
-A forward pass over R rows takes t(R) seconds, measured when a worker starts. Verifying nodes with path probabilities p
+A forward pass over R rows takes t(R) seconds, estimated when a worker starts. Verifying nodes with path probabilities p
 commits one token per request (the target's own draw) and each node's token with probability p. So a step commits
 `(requests + sum(p)) / t(rows)` tokens per second. The best choice takes nodes in falling order of p while that rises.
 Depth and width of the trees, backing off at high load and plain decoding all follow from this.
