@@ -146,7 +146,7 @@ def test_the_shipped_pair_shares_a_vocabulary() -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/model", "table:", "table:one", "table:1"])
 def test_a_missing_model_is_an_error_with_advice(name: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"a model is a folder with|write table:"):
+    with pytest.raises(ModelNotFoundError, match=r"a model is a GGUF file, a folder with|write table:"):
         resolve_model(name)
 
 
