@@ -205,7 +205,7 @@ def load_packed(path: Path, name: str, config: EngineConfig) -> GgufModel | None
     if config.tensor_parallel_size > 1:
         raise ValueError("the weights of a GGUF file cannot be shared by ranks yet: set tensor_parallel_size to 1")
     try:
-        model = GgufModel(_info(file, name, settings, config), file, settings, _dtype(file, config))
+        model = GgufModel(_info(file, name, settings, config), file, settings, _dtype(settings, config))
     except NativeUnavailableError as error:
         log_once(f"no native pass, {path.name} is dequantised: {error}")
         return None
@@ -231,11 +231,9 @@ def _info(file: GgufFile, name: str, settings: Mapping[str, Any], config: Engine
     )
 
 
-def _dtype(file: GgufFile, config: EngineConfig) -> torch.dtype:
-    """Of keys, values, and matrices that are not quantised: float32 if the file has a matrix of it, else bfloat16."""
+def _dtype(settings: Mapping[str, Any], config: EngineConfig) -> torch.dtype:
+    """Of keys, values, and matrices that are not quantised."""
     if config.dtype == "float16":
         raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
-    wide = any(len(tensor.shape) > 1 and tensor.type.name == "F32" for tensor in file.tensors.values())
-    chosen = ("float32" if wide else "bfloat16") if config.dtype == "auto" else config.dtype
-    dtype: torch.dtype = getattr(torch, chosen)
+    dtype: torch.dtype = getattr(torch, settings["dtype"] if config.dtype == "auto" else config.dtype)
     return dtype
