@@ -22,11 +22,12 @@ import torch
 from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.drafting.auto_method import mtp_layer_names
 from paceline.drafting.method_registry import hidden_state_layers
-from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
-from paceline.gguf.gguf_file import GgufFile, GgufTensor, is_gguf
+from paceline.gguf.gguf_config import GgufSettings
+from paceline.gguf.gguf_file import GgufFile, GgufTensor
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import device_memory, gigabytes
+from paceline.model.gguf_model import packed_config, packed_dtype
 from paceline.model.native.native_network import head_width
 from paceline.model.target_weights import TargetWeights
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
@@ -128,7 +129,7 @@ def _with_slots(
 def _outlined(model: str, engine: EngineConfig) -> tuple[TargetWeights, WorkerMemory] | None:
     """A model as drafts see their target, without matrices, and its need; None if its code fails here."""
     try:
-        if (packed := _packed_config(resolve_model(model), engine)) is not None:
+        if (packed := packed_config(resolve_model(model), engine)) is not None:
             dtype = packed_dtype(packed, engine)
             return _as_target(packed, dtype, model, engine), packed_memory(resolve_model(model), packed, engine)
         from paceline.model.loading import outline  # a model that stays packed takes no transformers
@@ -168,20 +169,6 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
     weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
     slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
-
-
-def _packed_config(path: str, engine: EngineConfig) -> GgufSettings | None:
-    """The configuration of a GGUF file whose matrices stay as they are; None for any other model."""
-    if not is_gguf(path) or torch.device(engine.device).type != "cpu" or engine.tensor_parallel_size > 1:
-        return None
-    config = transformers_config(GgufFile.open(path))
-    return GgufSettings(**config) if is_packed_kind(config) else None
-
-
-def packed_dtype(config: GgufSettings, engine: EngineConfig) -> torch.dtype:
-    """Of keys, values and matrices of floats in a file whose other matrices stay packed."""
-    dtype: torch.dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
-    return dtype
 
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:

@@ -1,9 +1,8 @@
 """Resolves model names.
 
 A name is a folder in the layout of transformers, a GGUF file or a folder with one, or a model that ships with the
-package. A name `SCHEME:...` is a fake
-model, without weights, for tests and benchmarks. Fake models register their scheme (`register_scheme`); the repository
-has two, in `paceline_lab.fake_models`.
+package. A name `SCHEME:...` is a fake model, without weights, for tests and benchmarks. Fake models register their
+scheme (`register_scheme`); the repository has two, in `paceline_lab.fake_models`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The tensors of a GGUF file under transformers' names, dequantised.
+"""The tensors of a GGUF file under transformers' names, dequantised or as the file has them.
 
-Numbers are those that the package `gguf` computes from a format's blocks, in float32. Blocks are read a few rows at a
-time: beside the result little memory is needed.
+The package `gguf` dequantises blocks to float32, a few rows at a time: beside the result little memory is needed.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
 from paceline.gguf.gguf_names import Change, Source, tensor_sources, unpermuted_rows
+from paceline.model.layer_weights import QuantizedWeight
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that torch has, too."""
@@ -74,12 +75,25 @@ class GgufWeights:
         parts = [dequantized(self._file.tensor(each), exact) for each in source.names]
         return self._changed(source.change, parts).to(dtype)
 
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """A matrix of transformers in the file's blocks; None if the file has it in floats."""
+        source = self.sources[name]
+        tensor = self._file.tensor(source.names[0])
+        if not tensor.type.is_packed:
+            return None
+        data = tensor.data if source.change is Change.NONE else tensor.data[self._row_order(source.change)]
+        return QuantizedWeight(tensor.type.number, (tensor.shape[0], tensor.shape[1]), data)
+
+    def _row_order(self, change: Change) -> npt.NDArray[np.intp]:
+        """Of queries or keys, see `unpermuted_rows`."""
+        heads = {Change.QUERY_ROWS: "num_attention_heads", Change.KEY_ROWS: "num_key_value_heads"}[change]
+        return unpermuted_rows(self.config[heads], self.config["head_dim"])
+
     def _changed(self, change: Change, parts: list[Tensor]) -> Tensor:
         tensor = parts[0]
         match change:
             case Change.QUERY_ROWS | Change.KEY_ROWS:
-                heads = self.config[f"num_{'attention' if change is Change.QUERY_ROWS else 'key_value'}_heads"]
-                return tensor[torch.from_numpy(unpermuted_rows(heads, self.config["head_dim"]))]
+                return tensor[torch.from_numpy(self._row_order(change))]
             case Change.MINUS_ONE:
                 return tensor - 1
             case Change.ONE_ROW:

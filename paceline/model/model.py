@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,19 +74,10 @@ class TransformersModel(ModelInfo):
     has_native_attention = False
 
     def __init__(self, info: ModelInfo, cache: KVCache, config: Any) -> None:
-        """`config`: transformers' configuration of the text model, or what it is made of."""
+        """`config`: transformers' configuration of the text model, or a GGUF file's."""
         super().__init__(**vars(info))
         self.cache = cache
         self._config = config
-
-    @property
-    def config(self) -> Any:
-        """transformers' configuration of the text model."""
-        if isinstance(self._config, Mapping):
-            from transformers import AutoConfig
-
-            self._config = AutoConfig.for_model(**self._config)
-        return self._config
 
     @property
     def device(self) -> torch.device:
@@ -113,7 +104,7 @@ class TransformersModel(ModelInfo):
             embedding=self.embedding,
             output=self.output,
             folder=self.folder,
-            config=self.config,
+            config=self._config,
             dtype=self.dtype,
             device=self.device,
             vocabulary_size=self.vocabulary_size,

@@ -29,7 +29,7 @@ class TargetWeights:
     output: Callable[[Tensor], Tensor]
     folder: Path
     config: Any
-    """transformers' configuration of the text model."""
+    """transformers' configuration of the text model, or a GGUF file's."""
     dtype: torch.dtype
     device: torch.device
     vocabulary_size: int

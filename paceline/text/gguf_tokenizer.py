@@ -15,7 +15,17 @@ from tokenizers import Tokenizer as Backend
 from paceline.gguf.gguf_file import GgufFile
 from paceline.text.chat_template import ChatTemplate, ChatTemplateError
 from paceline.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from paceline.text.gguf_vocabulary import ADDED, BYTE, MERGES, PRE, ROLES, SENTENCEPIECE, TOKENS, GgufVocabulary
+from paceline.text.gguf_vocabulary import (
+    ADDED,
+    BYTE,
+    MERGES,
+    PRE,
+    ROLES,
+    SENTENCEPIECE,
+    TOKENS,
+    GgufVocabulary,
+    gguf_vocabulary,
+)
 
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
 ADD_SPACE = "tokenizer.ggml.add_space_prefix"
@@ -42,7 +52,7 @@ SHOWN_ANSWER = "SHOWN ANSWER"
 
 def gguf_backend(file: GgufFile) -> Backend:
     """The tokenizer. Raises `GgufError`."""
-    vocabulary = GgufVocabulary(file)
+    vocabulary = gguf_vocabulary(file)
     build = _sentencepiece if vocabulary.model == SENTENCEPIECE else _byte_level
     backend = build(file, vocabulary)
     backend.add_tokens(_added_tokens(file, vocabulary))
@@ -51,7 +61,7 @@ def gguf_backend(file: GgufFile) -> Backend:
 
 def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
     """The special tokens by role: `bos_token`, `eos_token`, ... Raises `GgufError`."""
-    vocabulary = GgufVocabulary(file)
+    vocabulary = gguf_vocabulary(file)
     return {role: vocabulary.tokens[id_] for role, id_ in vocabulary.roles.items()}
 
 
@@ -66,7 +76,7 @@ def eos_token_ids(file: GgufFile) -> list[int]:
 
     Text tokens are none, unless the file names them. Raises `GgufError`.
     """
-    vocabulary = GgufVocabulary(file)
+    vocabulary = gguf_vocabulary(file)
     ends = ENDS | {_template_end(gguf_chat_template(file), gguf_special_tokens(file), vocabulary.added)}
     if any(pair <= vocabulary.added.keys() for pair in MESSAGE_ENDS_ONLY_WITH):
         ends -= {MESSAGE_END}

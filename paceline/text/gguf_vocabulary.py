@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from paceline.gguf.gguf_file import GgufError, GgufFile
@@ -71,7 +71,7 @@ class GgufVocabulary:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """By token, without those that only fill up the embedding."""
+        """Ids by token. Unused tokens `[PADn]`, which fill up the embedding, are left out."""
         ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         if len(ids) < len(self.tokens) and (twice := {t: i for i, t in enumerate(self.tokens) if t and ids[t] != i}):
             raise self.error(f"{TOKENS} holds {next(iter(twice))!r} twice")
@@ -115,3 +115,9 @@ class GgufVocabulary:
         if len(values) != len(self.tokens):
             raise self.error(f"{key} has {len(values)} entries, and {TOKENS} has {len(self.tokens)}")
         return values
+
+
+@lru_cache(maxsize=2)
+def gguf_vocabulary(file: GgufFile) -> GgufVocabulary:
+    """A file's vocabulary, whose lists are read and checked once."""
+    return GgufVocabulary(file)

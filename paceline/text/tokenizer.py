@@ -17,7 +17,7 @@ from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_model
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.gguf_tokenizer import gguf_backend, gguf_chat_template, gguf_special_tokens
-from paceline.text.gguf_vocabulary import GgufVocabulary
+from paceline.text.gguf_vocabulary import gguf_vocabulary
 from paceline.text.prefix_space import without_prefix_space
 from paceline.text.token_pieces import token_pieces
 
@@ -53,7 +53,7 @@ class Tokenizer:
     @classmethod
     def load(cls, model: str) -> Tokenizer:
         """The tokenizer of a model by name (see `paceline.model_names`). Raises `ModelNotFoundError` or `GgufError`."""
-        location = _location(model)
+        location = resolve_model(model)
         if vocabulary := fake_vocabulary(location):
             size, fingerprint = vocabulary
             return cls(_numbers(size), {}, FAKE_MODEL_CHAT_TEMPLATE, fingerprint)
@@ -65,7 +65,7 @@ class Tokenizer:
 
     @classmethod
     def _from_gguf(cls, file: GgufFile) -> Tokenizer:
-        fingerprint = _digest(GgufVocabulary(file).ids)
+        fingerprint = _digest(gguf_vocabulary(file).ids)
         return cls(gguf_backend(file), gguf_special_tokens(file), gguf_chat_template(file), fingerprint)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -166,14 +166,10 @@ class Tokenizer:
 
 def vocabulary_fingerprint(model: str) -> str:
     """The fingerprint of a model's vocabulary, by the model's name. Raises `ModelNotFoundError` or `GgufError`."""
-    location = _location(model)
+    location = resolve_model(model)
     if is_gguf(location):  # without the tokenizer, which takes longer
-        return _digest(GgufVocabulary(GgufFile.open(location)).ids)
+        return _digest(gguf_vocabulary(GgufFile.open(location)).ids)
     return Tokenizer.load(model).fingerprint
-
-
-def _location(model: str) -> str:
-    return model if is_gguf(model) else resolve_model(model)
 
 
 def _digest(ids: Mapping[str, int]) -> str:

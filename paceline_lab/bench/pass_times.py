@@ -18,7 +18,7 @@ from rich.table import Table
 
 from paceline import family
 from paceline.config import EngineConfig
-from paceline.model.load import load
+from paceline.model.model_loader import load
 from paceline.model.row_probe import ROW_COUNTS, measure_row_cost
 from paceline_lab.bench import random_checkpoint
 from paceline_lab.bench.bench_measurement import check_names

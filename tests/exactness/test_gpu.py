@@ -13,8 +13,8 @@ from paceline import family
 from paceline.config import EngineConfig, SamplingParams
 from paceline.llm import LLM
 from paceline.model.attention import AttentionOptions, Heads, KVCache, TorchPass
-from paceline.model.load import load
 from paceline.model.model import Model
+from paceline.model.model_loader import load
 from paceline.model.paged_attention import FLASH_ATTN, FLASH_ATTN_MODULE, TRITON, PagedPass, find_kernels
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import TILE, Row, SlotTable

@@ -13,7 +13,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
-from paceline.model.load import load
+from paceline.model.model_loader import load
 from paceline.model.parallel.sharding import tp_plan_for
 from paceline.model.rows import TILE, SlotTable
 from paceline.model.target_weights import TargetWeights

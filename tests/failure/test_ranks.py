@@ -22,8 +22,8 @@ from paceline.cli.process_tree import process_and_descendants
 from paceline.config import EngineConfig
 from paceline.host_port import HostPort, free_address
 from paceline.launcher import FAILED, StartError
-from paceline.model.load import load
 from paceline.model.loading import load_shard
+from paceline.model.model_loader import load
 from paceline.model.parallel import rendezvous
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.parallel.rendezvous import RankConfig, create_rank_group, join_rank_group

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.host_port import free_address
-from paceline.model.load import load
 from paceline.model.loading import load_shard
+from paceline.model.model_loader import load
 from paceline.model.parallel import rendezvous
 from paceline.model.parallel.rendezvous import RankGroup, join_rank_group
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup

@@ -604,10 +604,10 @@ MUTANTS = (
         QUANTISED,
     ),
     Mutant(
-        "a llama file's rows of q and k stay in the file's order",
-        "paceline/model/gguf_model.py",
-        'PERMUTED_KINDS = ("llama", "mistral3")',
-        "PERMUTED_KINDS = ()",
+        "packed rows of q and k stay in the file's order",
+        "paceline/model/gguf_weights.py",
+        "tensor.data if source.change is Change.NONE else tensor.data[self._row_order(source.change)]",
+        "tensor.data",
         QUANTISED,
     ),
     Mutant(
@@ -620,7 +620,7 @@ MUTANTS = (
     Mutant(
         "rows of q and k of a dequantised llama file stay in the file's order",
         "paceline/model/gguf_weights.py",
-        'return tensor[torch.from_numpy(unpermuted_rows(heads, self.config["head_dim"]))]',
+        "return tensor[torch.from_numpy(self._row_order(change))]",
         "return tensor",
         DEQUANTISED,
     ),

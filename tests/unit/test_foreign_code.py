@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import EngineConfig
-from paceline.model.load import load
+from paceline.model.model_loader import load
 from paceline.model.target_weights import load_target_weights
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +261,13 @@ def test_a_bad_tensor_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_file_cannot_be_shared_by_ranks(file: Path) -> None:
     with pytest.raises(ValueError, match="a GGUF file cannot be shared by ranks yet: set tensor_parallel_size to 1"):
         load(str(file), CONFIG.model_copy(update={"tensor_parallel_size": 2}))
+
+
+def test_a_packed_model_takes_no_transformers(file: Path) -> None:
+    """It takes seconds to import."""
+    code = (
+        "import sys; from paceline.llm import LLM; "
+        "LLM(sys.argv[1], None, {'slots': 256}).generate('a'); "
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(file)], check=False, timeout=120).returncode == 0

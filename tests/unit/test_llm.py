@@ -85,6 +85,14 @@ class TestPrompts:
         assert llm.chat([]) == []
 
 
+def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
+    each = [GREEDY.model_copy(update={"max_tokens": 7}), SAMPLED]
+    together = llm.generate([PROMPT, PROMPT], each)
+    assert [c.tokens for c in together] == [one(llm, sampling).tokens for sampling in each]
+    with pytest.raises(ValueError, match=r"sampling has 2 entries for 1 prompts"):
+        llm.generate(PROMPT, each)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_the_same_tokens_with_and_without_guesses(llm: LLM, sampling: SamplingParams) -> None:
     guessed, plain = one(llm, sampling), one(llm, sampling, speculative=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausal
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
-from paceline.model import Model, SlotTable, load
+from paceline.model import Model, Row, SlotTable, load, model_loader
 from paceline.model.loading import build
 from paceline.model.model import TransformersModel
+from paceline.model.row_probe import estimate_row_cost
 from paceline.model.rows import TILE
 from paceline.model_names import ModelNotFoundError
 from tests.helpers.checkpoints import change_config, change_weights, save_checkpoint, save_tokenizer
@@ -412,3 +413,27 @@ def test_a_part_that_is_missing_is_named(copy: Path) -> None:
     change_weights(copy, lambda weights: {other: weights[other] for other in weights if other != name})
     with pytest.raises(ValueError, match=rf"lacks {name}: download it again"):
         load(str(copy), CONFIG)
+
+
+def test_a_native_model_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests prove that its rows are invariant. A start has no time for a hundred passes."""
+    monkeypatch.setattr(model_loader, "is_row_invariant", lambda model: pytest.fail("probed"))
+    assert load("pydoc", CONFIG).rows_invariant
+
+
+class CountedPasses:
+    """Remembers the rows of each pass."""
+
+    slots = max_model_len = 512
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> None:
+        self.rows.append(len(rows))
+
+
+def test_a_start_estimates_costs_by_three_passes() -> None:
+    model = CountedPasses()
+    estimate_row_cost(model, 256)
+    assert model.rows == [32, 8, 1]

@@ -56,42 +56,27 @@ inline void read_six_bits(const uint8_t* from, UnitColumn& to) {
 template <BlockType TYPE>
 struct FileBlock;
 
-template <>
-struct FileBlock<Q4_0> {
-    static constexpr int BYTES = 18, BLOCKS = 1;
+template <bool HAS_MINIMUM, bool HAS_FIFTH_BITS>
+struct NibbleBlock {
+    static constexpr int FIFTH = HAS_MINIMUM ? 4 : 2, NIBBLES = FIFTH + (HAS_FIFTH_BITS ? 4 : 0);  // where they begin
+    static constexpr int BYTES = NIBBLES + BLOCK / 2, BLOCKS = 1;
     static void read(const uint8_t* from, UnitColumn& to, int b) {
         to.scale[b] = load_16(from);
-        read_nibbles<16>(from + 2, to.codes + BLOCK * b);
+        if constexpr (HAS_MINIMUM) to.minimum[b] = load_16(from + 2);
+        read_nibbles<BLOCK / 2>(from + NIBBLES, to.codes + BLOCK * b);
+        if constexpr (HAS_FIFTH_BITS) add_fifth_bits(from + FIFTH, to.codes + BLOCK * b);
     }
 };
 template <>
-struct FileBlock<IQ4_NL> : FileBlock<Q4_0> {};
+struct FileBlock<Q4_0> : NibbleBlock<false, false> {};
 template <>
-struct FileBlock<Q4_1> {
-    static constexpr int BYTES = 20, BLOCKS = 1;
-    static void read(const uint8_t* from, UnitColumn& to, int b) {
-        to.scale[b] = load_16(from), to.minimum[b] = load_16(from + 2);
-        read_nibbles<16>(from + 4, to.codes + BLOCK * b);
-    }
-};
+struct FileBlock<IQ4_NL> : NibbleBlock<false, false> {};
 template <>
-struct FileBlock<Q5_0> {
-    static constexpr int BYTES = 22, BLOCKS = 1;
-    static void read(const uint8_t* from, UnitColumn& to, int b) {
-        to.scale[b] = load_16(from);
-        read_nibbles<16>(from + 6, to.codes + BLOCK * b);
-        add_fifth_bits(from + 2, to.codes + BLOCK * b);
-    }
-};
+struct FileBlock<Q4_1> : NibbleBlock<true, false> {};
 template <>
-struct FileBlock<Q5_1> {
-    static constexpr int BYTES = 24, BLOCKS = 1;
-    static void read(const uint8_t* from, UnitColumn& to, int b) {
-        to.scale[b] = load_16(from), to.minimum[b] = load_16(from + 2);
-        read_nibbles<16>(from + 8, to.codes + BLOCK * b);
-        add_fifth_bits(from + 4, to.codes + BLOCK * b);
-    }
-};
+struct FileBlock<Q5_0> : NibbleBlock<false, true> {};
+template <>
+struct FileBlock<Q5_1> : NibbleBlock<true, true> {};
 template <>
 struct FileBlock<Q8_0> {
     static constexpr int BYTES = 34, BLOCKS = 1;

@@ -76,6 +76,7 @@ class Network : public AnyNetwork {
           arenas_(pool.parts()) {
         for (int l = 0; l < spec.layers; l++) {
             layers_.emplace_back(*this, pool, layers[l]);
+            takes_quantised_ |= layers_[l].output.has_quantised() || layers_[l].down.has_quantised();
             spec.layer_packed();
         }
         token_norm_ = vector_of(spec.token_norm, spec.hidden, hidden_);
@@ -390,8 +391,10 @@ class Network : public AnyNetwork {
     }
 
     void reserve(int rows) {
-        quantised_attended_.resize(rows, attended_);
-        quantised_activated_.resize(rows, inner_);
+        if (takes_quantised_) {
+            quantised_attended_.resize(rows, attended_);
+            quantised_activated_.resize(rows, inner_);
+        }
         if (rows <= reserved_) return;
         reserved_ = rows;
         x_.resize((size_t)rows * hidden_);
@@ -399,7 +402,7 @@ class Network : public AnyNetwork {
         projected_.resize((size_t)rows * (attended_ + 2 * spec_.key_value_heads * spec_.head_width));
         queries_.resize((size_t)rows * attended_);
         attended_rows_.resize((size_t)rows * attended_);
-        attended_floats_.resize((size_t)rows * attended_);
+        if (takes_quantised_) attended_floats_.resize((size_t)rows * attended_);
         gate_.resize((size_t)rows * inner_);
         up_.resize((size_t)rows * inner_);
         activated_.resize((size_t)rows * inner_);
@@ -430,6 +433,7 @@ class Network : public AnyNetwork {
     const NetworkSpec spec_;
     const Heads heads_;
     const int hidden_, inner_, attended_;  // padded widths
+    bool takes_quantised_ = false;         // whether a matrix after attention or in the MLP's end does
     std::vector<Arena> arenas_;            // by part
     std::vector<Layer> layers_;
     std::vector<float> token_norm_, state_norm_, final_norm_;

@@ -430,7 +430,7 @@ inline Ints dot(Ints sum, Uint32s codes, const uint8_t* four) {
 #endif
 }
 
-// One step of a row's sums: every float operation of a product. integers: [0] of a block, [1] and [2] of its halves.
+// One step of a row's sums: every float operation of a product. halves: minus the sums of the row's codes, n apart.
 template <class L>
 inline Floats add_block(Floats sum, const Ints (&dots)[2], const BlockScales& s, float scale, float scaled_sum, const int32_t* halves,
                         int n) {

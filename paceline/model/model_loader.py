@@ -5,13 +5,10 @@ transformers takes seconds to import, so it is imported only for what needs it.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from paceline.config import EngineConfig
 from paceline.core.sampling import CANDIDATE_FINDERS
-from paceline.gguf.gguf_file import is_gguf
 from paceline.model.gguf_model import load_packed
 from paceline.model.model import Model, TransformersModel
 from paceline.model.native.draw_candidates import draw_candidates
@@ -33,7 +30,7 @@ def load(name: str, config: EngineConfig) -> Model:
             raise ValueError(f"{name} has no weights to share among ranks: set tensor_parallel_size to 1")
         fake: Model = scheme.load(name, config)
         return fake
-    if is_gguf(location) and (packed := load_packed(Path(location), name, config)) is not None:
+    if (packed := load_packed(location, name, config)) is not None:
         return packed
     from paceline.model.loading import load_checkpoint
 
