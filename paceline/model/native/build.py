@@ -70,18 +70,18 @@ class Isa(NamedTuple):
 
 _AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AVX512_VNNI = _AVX512 | {"avx512_vnni", "gfni"}
+_AVX512_VNNI = _AVX512 | {"avx512_vnni"}
 _AVX512_BF16 = _AVX512_VNNI | {"avx512_bf16"}
-_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mgfni")
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
 _X86 = (  # the best first
     Isa(
         "amx",
         _AVX512_BF16 | {"amx_tile", "amx_bf16"},
         (*_VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        "x86_64_v4+avx512vnni+gfni+avx512bf16+amx_tile+amx_bf16",
+        "x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16",
     ),
-    Isa("avx512_bf16", _AVX512_BF16, (*_VNNI_FLAGS, "-mavx512bf16"), "x86_64_v4+avx512vnni+gfni+avx512bf16"),
-    Isa("avx512_vnni", _AVX512_VNNI, _VNNI_FLAGS, "x86_64_v4+avx512vnni+gfni"),
+    Isa("avx512_bf16", _AVX512_BF16, (*_VNNI_FLAGS, "-mavx512bf16"), "x86_64_v4+avx512vnni+avx512bf16"),
+    Isa("avx512_vnni", _AVX512_VNNI, _VNNI_FLAGS, "x86_64_v4+avx512vnni"),
     Isa("avx512", _AVX512, ("-march=x86-64-v4",), "x86_64_v4"),
     Isa("avx2", _AVX2, ("-march=x86-64-v3",), "x86_64_v3"),
 )

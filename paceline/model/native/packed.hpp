@@ -35,14 +35,8 @@ constexpr int MOST_PACKED_ROWS = 4;
 template <int FROM, int COUNT, int TO>
 inline Uint32s move_bits(Uint32s x) {
     constexpr uint32_t mask = ((1u << COUNT) - 1) << TO;
-#ifdef __GFNI__
-    uint64_t matrix = 0;  // byte 7 - i: the bits of a byte whose parity is bit i of the result
-    for (int i = 0; i < COUNT; i++) matrix |= (uint64_t)1 << (FROM + i) << 8 * (7 - TO - i);
-    return (Uint32s)_mm512_gf2p8affine_epi64_epi8((__m512i)x, _mm512_set1_epi64((long long)matrix), 0);
-#else
     Uint32s moved = TO > FROM ? x << (TO > FROM ? TO - FROM : 0) : x >> (FROM > TO ? FROM - TO : 0);
     return moved & (mask * 0x01010101u);
-#endif
 }
 
 // ---- codes of a block as eight vectors of unsigned bytes; `OFFSET` is taken from each ----
