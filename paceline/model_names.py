@@ -1,8 +1,9 @@
 """Resolves model names.
 
-A name is a folder in the layout of transformers, a GGUF file or a folder with one, or a model that ships with the
-package. A name `SCHEME:...` is a fake model, without weights, for tests and benchmarks. Fake models register their
-scheme (`register_scheme`); the repository has two, in `paceline_lab.fake_models`.
+A name is a folder in the layout of transformers, a GGUF file or a folder with one, a model that ships with the package,
+or one that others published in packages (`paceline.published_models`). A name `SCHEME:...` is a fake model, without
+weights, for tests and benchmarks. Fake models register their scheme (`register_scheme`); the repository has two, in
+`paceline_lab.fake_models`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paceline import family
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import PART, SUFFIX, GgufError, GgufFile, gguf_in, is_gguf, part_paths
+from paceline.published_models import PUBLISHED, downloaded
 
 LAB = "paceline_lab.fake_models"
 """Registers its schemes on import. It is part of the repository, not of the wheel."""
@@ -73,15 +75,27 @@ def resolve_model(name: str) -> str:
     """
     if fake_vocabulary(name):
         return name
-    path = family.path(name) if name in family.SHIPPED else Path(name).expanduser().resolve()
+    path = _path(name)
     if (path / "config.json").is_file():
         return str(path)
     if (file := _gguf_file(path)) is not None:
         return str(file)
     raise ModelNotFoundError(
         f"no model at {path}: a model is a GGUF file, a folder with config.json, weights and tokenizer.json "
-        f"(download one with `hf download NAME --local-dir FOLDER`), or one of {', '.join(family.SHIPPED)}"
+        f"(download one with `hf download NAME --local-dir FOLDER`), or one of "
+        f"{', '.join((*family.SHIPPED, *PUBLISHED))}"
     )
+
+
+def _path(name: str) -> Path:
+    """Where a model of this name would be. Raises `ModelNotFoundError` if it is published, but not downloaded yet."""
+    if name in family.SHIPPED:
+        return family.path(name)
+    if name not in PUBLISHED:
+        return Path(name).expanduser().resolve()
+    if (file := downloaded(name)) is None:
+        raise ModelNotFoundError(f"{name} has not been downloaded yet: `paceline serve {name}` does so")
+    return file
 
 
 def _gguf_file(path: Path) -> Path | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cache_folder import cache_folder
 from paceline.model.native import build
 from paceline.model.native.build import Compiler, NativeUnavailableError
 from tests.helpers.compilers import ASK, FakeCompiler, real_compiler, write_sources
@@ -325,10 +326,10 @@ def test_a_process_that_dies_while_it_compiles_holds_no_lock(native: NativeFake,
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert build.cache_folder() == tmp_path / "xdg" / "paceline" / "native"
+    assert cache_folder("native") == tmp_path / "xdg" / "paceline" / "native"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert build.cache_folder() == tmp_path / "home" / ".cache" / "paceline" / "native"
+    assert cache_folder("native") == tmp_path / "home" / ".cache" / "paceline" / "native"
 
 
 @pytest.mark.parametrize("fault", ["a file is in the way", "no new folder", "read-only", "no home"])
@@ -338,7 +339,7 @@ def test_a_library_that_cannot_be_kept(native: NativeFake, fault: str, monkeypat
     elif fault == "no new folder":
         monkeypatch.setenv("PACELINE_CACHE_DIR", "/proc/cache")
     elif fault == "read-only":  # root may write everywhere; the lock is the first file that is opened
-        (build.cache_folder() / "lock").mkdir()
+        (cache_folder("native") / "lock").mkdir()
     else:
         for name in ("PACELINE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
             monkeypatch.delenv(name, raising=False)

@@ -30,7 +30,6 @@ import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +37,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from paceline.cache_folder import cache_folder, is_safe
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ def _find_or_compile(sources: Path, isas: Sequence[Isa]) -> _Library:
 def _find_or_compile_for(isa: Isa, sources: Path, compiler: Compiler) -> _Library:
     pattern = f"{isa.name}--*--{source_hash(sources)}--{compiler.key}--*.so"
     try:
-        folder = cache_folder()
+        folder = cache_folder("native")
         if found := _find(folder, pattern, check_owner=True):
             return found
         with (folder / "lock").open("w") as lock:  # until it is closed, one process compiles
@@ -257,36 +258,11 @@ def compile_library(
         return linked.replace(folder / f"{'--'.join(parts)}.so")
 
 
-def cache_folder() -> Path:
-    """The folder for libraries, created if it is missing.
-
-    Raises `OSError` if it cannot be created or another user can write to it, `RuntimeError` if the user has no home.
-    """
-    given, xdg = os.environ.get("PACELINE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    base = Path(given) if given else Path(xdg or Path.home() / ".cache") / "paceline"
-    folder = (base / "native").resolve()
-    for each in (*reversed(folder.parents), folder):
-        if not each.exists():
-            each.mkdir(mode=0o700, exist_ok=True)
-    for each in (folder, *folder.parents):
-        if not _is_safe(each):
-            raise PermissionError(f"others may write to {each}")
-    return folder
-
-
-def _is_safe(path: Path) -> bool:
-    """Whether only this user and root can replace this file, or the files of this folder."""
-    status = path.lstat()
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-    return status.st_uid in (os.geteuid(), 0) and (not writable or bool(sticky))
-
-
 def _find(folder: Path, pattern: str, *, check_owner: bool = False) -> _Library | None:
     """The first file that matches the pattern, is complete and loads; with `check_owner`, that no other user can
     write."""
     for path in sorted(folder.glob(pattern)):
-        if check_owner and not _is_safe(path):
+        if check_owner and not is_safe(path):
             log.warning("not loading a library that others may write to", extra={"path": str(path)})
         elif _digest(path.read_bytes()) == path.stem.rpartition("--")[2]:
             with suppress(NativeUnavailableError):  # compiled with another system's C library, perhaps
