@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar
 
 from paceline.config import EngineConfig
 from paceline.core.sampling import CANDIDATE_FINDERS
-from paceline.model.attention import ATTENTION, Heads, attention_interface
+from paceline.model.attention import Heads
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import make_model
-from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, ModelInfo, TransformersModel
 from paceline.model.native.draw_candidates import draw_candidates
 from paceline.model.network_factory import log_once
@@ -29,6 +25,7 @@ from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.quantization import dequantized_weights, is_dequantized_at_load
 from paceline.model.rope import fix_rope_frequencies
 from paceline.model.row_probe import is_row_invariant
+from paceline.model.transformers_setup import set_up_transformers
 from paceline.model_names import fake_model, resolve_model
 from paceline.text import vocabulary_fingerprint
 
@@ -67,10 +64,7 @@ NON_TEXT_WEIGHTS = re.compile(
 )
 """The same, for a multimodal checkpoint of which only the text model is loaded."""
 
-AttentionInterface.register(ATTENTION, attention_interface)
-register_mimo()
 CANDIDATE_FINDERS.append(draw_candidates)
-disable_progress_bar()  # a service logs one line when its model is loaded
 
 
 def load(name: str, config: EngineConfig) -> Model:
@@ -86,7 +80,9 @@ def load(name: str, config: EngineConfig) -> Model:
         fake: Model = scheme.load(name, config)
         return fake
     model = _load_tensor_parallel(name, config) if config.tensor_parallel_size > 1 else _load(name, config)
-    model.rows_invariant = is_row_invariant(model)
+    # Of native code, tests prove it.
+    native = isinstance(model, TransformersModel) and model.native
+    model.rows_invariant = native or is_row_invariant(model)
     return model
 
 
@@ -95,6 +91,9 @@ def outline(name: str, config: EngineConfig) -> nn.Module:
 
     Raises as transformers does, or ValueError, if there is none; `load` says why.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    set_up_transformers()
     trusted = config.trust_remote_code
     whole = AutoConfig.from_pretrained(resolve_model(name), local_files_only=True, trust_remote_code=trusted)
     text = whole.get_text_config(decoder=True)
@@ -134,8 +133,11 @@ def _load_tensor_parallel(name: str, config: EngineConfig) -> Model:
 
 
 def _plan(name: str, config: EngineConfig) -> TpPlan:
+    from transformers import AutoConfig
+
     from paceline.model.parallel.sharding import tp_plan_for
 
+    set_up_transformers()
     if _device(config.device).type == "cpu" and torch.accelerator.is_available():
         raise ValueError(
             "transformers shares a model among a machine's accelerators if it has any: name them as devices, or hide "
@@ -175,6 +177,7 @@ def build(
 
     Raises ValueError if the network cannot be run over rows, or has fewer positions than `config.max_model_len`.
     """
+    set_up_transformers()
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     network = network.to(_device(config.device)).eval().requires_grad_(False)
     positions = _positions(settings, name, config.max_model_len)
@@ -227,6 +230,10 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
 
     Raises ValueError if it cannot be read, lacks weights, or has weights that the network does not.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    set_up_transformers()
     options: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.distributed_config()}
     trusted = engine.trust_remote_code
     try:
@@ -304,11 +311,15 @@ def _text_kind(text: Any) -> str:
 
 def _is_tower(whole: Any, text: Any) -> bool:
     """Whether only the text model of a multimodal checkpoint is loaded."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     return text is not whole and _text_kind(text) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _tower_config(whole: Any, text: Any) -> Any:
     """The configuration of a multimodal checkpoint's text model."""
+    from transformers import AutoConfig
+
     settings = text.to_dict()
     kind = _text_kind(text)
     if kind != text.model_type:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from hashlib import blake2b
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from paceline import __version__
 from paceline.model.model import TransformersModel
@@ -44,7 +44,7 @@ def numerics_of(model: TransformersModel, config: Any) -> str:
         str(model.dtype).removeprefix("torch.") + _quantisation(config),
         device.type if model.native else _device(device),
         f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",  # torch draws tokens on every path
-        f"transformers {transformers.__version__}",
+        f"transformers {metadata.version('transformers')}",
         f"paceline {__version__}",
     ]
     return "; ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -14,6 +15,8 @@ from paceline.model.rows import TILE, Row, SlotTable
 
 PROBE_CONTEXT = 2 * TILE - 5
 """Committed positions of the probe: two tiles, the second one almost full."""
+PROBED_TOKENS = 8
+"""Tokens of the probe's path that are computed alone, and then together."""
 PROBE_DEPTH = 8
 """Depth of the chains of guesses that `measure_row_cost` measures."""
 
@@ -23,14 +26,14 @@ ROW_COUNTS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 
 def is_row_invariant(model: Model) -> bool:
     """Whether a path has the same logits, bit for bit, token by token and as a branch of a tree.
 
-    Slots are scattered, the path crosses a tile border, and every node on it has a sibling.
+    Slots are scattered, the path crosses a tile border, and every node on it has a sibling. The context is computed in
+    one pass for the one, and in two for the other.
     """
     length = max(1, min(PROBE_CONTEXT, model.max_model_len - 16, model.slots // 4))
-    tokens = [(7 * i + 3) % model.vocabulary_size for i in range(length + 8)]
+    tokens = [(7 * i + 3) % model.vocabulary_size for i in range(length + PROBED_TOKENS)]
     slots = iter(range(model.slots, 0, -1))
-    alone = _one_by_one(model, tokens, slots)[length:]
-    table = SlotTable(next(slots) for _ in range(length))
-    model.run([table.row(token, i) for i, token in enumerate(tokens[:length])], [])
+    alone = _one_by_one(model, tokens[length:], _context(model, tokens[:length], slots, length), slots)
+    table = _context(model, tokens[:length], slots, 1)
     rows: list[Row] = []
     wanted: list[int] = []
     branch: list[int] = []
@@ -43,10 +46,18 @@ def is_row_invariant(model: Model) -> bool:
     return all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def _one_by_one(model: Model, tokens: Sequence[int], slots: Iterator[int]) -> list[torch.Tensor]:
-    table = SlotTable()
+def _context(model: Model, tokens: Sequence[int], slots: Iterator[int], split: int) -> SlotTable:
+    """Compute the tokens before `split` in one pass, and the others in another."""
+    table = SlotTable(itertools.islice(slots, len(tokens)))
+    rows = [table.row(token, i) for i, token in enumerate(tokens)]
+    for part in filter(None, (rows[:split], rows[split:])):
+        model.run(part, [])
+    return table
+
+
+def _one_by_one(model: Model, tokens: Sequence[int], table: SlotTable, slots: Iterator[int]) -> list[torch.Tensor]:
     logits = []
-    for i, token in enumerate(tokens):
+    for i, token in enumerate(tokens, len(table)):
         table.slots.append(next(slots))
         logits.append(model.run([table.row(token, i)], [0]).logits[0])
     return logits

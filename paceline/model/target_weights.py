@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.layers import Linear
+from paceline.model.transformers_setup import set_up_transformers
 from paceline.model_names import resolve_model
 from paceline.text import vocabulary_fingerprint
 
@@ -62,6 +62,9 @@ def load_target_weights(
 
     Raises `ModelNotFoundError`, or ValueError if the checkpoint lacks either matrix.
     """
+    from transformers import AutoConfig
+
+    set_up_transformers()
     folder = Path(resolve_model(model))
     whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # no code is needed
     config: Any = whole.get_text_config(decoder=True)

@@ -61,6 +61,17 @@ def test_a_loaded_model_equals_transformers(checkpoint: Path) -> None:
     assert (model.dtype, model.max_model_len) == (torch.bfloat16, 100)
 
 
+def test_rows_are_probed_where_torch_computes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Model] = []
+    monkeypatch.setattr("paceline.model.loading.is_row_invariant", probed.append)  # returns None, as if rows were not
+    assert load(str(checkpoint), CONFIG).rows_invariant
+    assert not probed
+    monkeypatch.setattr("paceline.model.network_factory.DTYPES", {})
+    by_torch = load(str(checkpoint), CONFIG)
+    assert probed == [by_torch]
+    assert not by_torch.rows_invariant
+
+
 def test_vocabulary_and_end_of_text_are_the_checkpoint_s(checkpoint: Path, copy: Path) -> None:
     (copy / "generation_config.json").unlink()
     change_config(copy, eos_token_id=9)
