@@ -80,9 +80,8 @@ def load(name: str, config: EngineConfig) -> Model:
         fake: Model = scheme.load(name, config)
         return fake
     model = _load_tensor_parallel(name, config) if config.tensor_parallel_size > 1 else _load(name, config)
-    # Of native code, tests prove it.
-    native = isinstance(model, TransformersModel) and model.native
-    model.rows_invariant = native or is_row_invariant(model)
+    proven = isinstance(model, TransformersModel) and model.native and not config.verify  # by tests of native code
+    model.rows_invariant = proven or is_row_invariant(model)
     return model
 
 
@@ -196,7 +195,7 @@ def build(
             folder=Path(name if folder is None else folder),
         )
         heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
-        model = make_model(network, info, heads, positions, sharding)
+        model = make_model(network, info, heads, positions, sharding, verify=config.verify)
     except (RendezvousError, RankLostError):
         raise
     except Exception as error:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from paceline.core.policy.learned_row_cost import LearnedRowCost
 from paceline.core.policy.step_cost import RowCost
 from paceline.model.model import Model
 from paceline.model.rows import TILE, Row, SlotTable
@@ -19,6 +20,15 @@ PROBED_TOKENS = 8
 """Tokens of the probe's path that are computed alone, and then together."""
 PROBE_DEPTH = 8
 """Depth of the chains of guesses that `measure_row_cost` measures."""
+
+FEW_ROWS = 8
+"""Rows of the second quick pass."""
+QUICK_ROWS = 64
+"""Rows of the third quick pass, if there is time for so many."""
+QUICK_SECONDS = 0.5
+"""For all quick passes."""
+SHORTEST_PASS_S = 1e-9
+"""A clock may not see a shorter one."""
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 192, 256)
 
@@ -63,7 +73,7 @@ def _one_by_one(model: Model, tokens: Sequence[int], table: SlotTable, slots: It
     return logits
 
 
-class _Measurable(Protocol):
+class Measurable(Protocol):
     """A `Model`, or a head's network with the same three members."""
 
     slots: int
@@ -72,30 +82,61 @@ class _Measurable(Protocol):
     def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object: ...
 
 
-def measure_row_cost(model: _Measurable, most: int, repeats: int = 5) -> RowCost:
+def measure_row_cost(model: Measurable, most: int, repeats: int = 5) -> RowCost:
     """Measure seconds per pass for 1, 2, ... `most` rows: chains of guesses after a context of a tile or two.
 
     Where rows are padded to multiples of eight, the ninth row costs as much as the sixteenth.
     """
-    context = min(PROBE_CONTEXT, model.max_model_len // 2, model.slots // 4)
+    context = _context_length(model)
     table = SlotTable(range(1, context + 1))
     model.run([table.row(0, i) for i in range(context)], [])
     counts = [n for n in ROW_COUNTS if n <= min(most, model.slots // 4)]
-    guesses = [
-        table.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(max(counts))
-    ]
+    guesses = _guesses(model, max(counts))
     # Round robin, and the fastest of each: other processes on this machine then hardly distort the curve. The longest
     # first: a long pass evicts the weights from the caches, and several short ones bring them back.
     rounds = [[_timed(model, guesses[:count]) for count in reversed(counts)] for _ in range(repeats)]
     return RowCost(counts, [min(times) for times in zip(*rounds, strict=True)][::-1])
 
 
-def _timed(model: _Measurable, rows: Sequence[Row]) -> float:
+def quick_row_cost(model: Measurable, most: int) -> LearnedRowCost:
+    """A first estimate from at most three passes: one row, a few, and as many as the budget has time for.
+
+    In the budget each further row is taken to cost what a row of the second pass did. No pass computes a context: rows
+    attend to what the slots hold.
+    """
+    most = max(1, min(most, model.slots // 4))
+    few = min(FEW_ROWS, most)
+    points = {count: _timed(model, _guesses(model, count)) for count in sorted({1, few})}
+    left = QUICK_SECONDS - sum(points.values())
+    counts = [n for n in ROW_COUNTS if few < n <= min(most, QUICK_ROWS)]
+    if affordable := [n for n in counts if n <= 2 * few or points[few] * n / few <= left]:
+        points[affordable[-1]] = _timed(model, _guesses(model, affordable[-1]))
+    return LearnedRowCost({count: max(seconds, SHORTEST_PASS_S) for count, seconds in points.items()})
+
+
+def _guesses(model: Measurable, count: int) -> list[Row]:
+    """Chains of guesses, `PROBE_DEPTH` deep, after a context of a tile or two."""
+    context = _context_length(model)
+    table = SlotTable(range(1, context + 1))
+    return [table.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(count)]
+
+
+def _context_length(model: Measurable) -> int:
+    return min(PROBE_CONTEXT, model.max_model_len // 2, model.slots // 4)
+
+
+def _timed(model: Measurable, rows: Sequence[Row]) -> float:
     _finish_all()
     start = time.perf_counter()
     model.run(rows, range(len(rows)))
     _finish_all()
     return time.perf_counter() - start
+
+
+def finish(logits: torch.Tensor) -> None:
+    """Wait for the pass that computes them: an accelerator runs asynchronously."""
+    if not logits.is_cpu:
+        torch.accelerator.synchronize(logits.device)
 
 
 def _finish_all() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
-from paceline.model import Model, SlotTable, load
+from paceline.model import Model, Row, SlotTable, load
+from paceline.model.decoder import Reference, check_against_transformers
 from paceline.model.loading import build
 from paceline.model.model import TransformersModel
 from paceline.model.rows import TILE
@@ -99,7 +100,40 @@ def test_a_model_that_is_wrong_from_the_second_tile_on_is_refused() -> None:
         for layer in network.model.layers:
             layer.self_attn.sliding_window = window  # ours has it; transformers takes that of the configuration, none
         with nullcontext() if right else pytest.raises(ValueError, match="its logits are off by"):
-            build(network, "windowed", EngineConfig(slots=512), "", [])
+            build(network, "windowed", EngineConfig(slots=512, verify=True), "", [])
+        assert isinstance(build(network, "windowed", EngineConfig(slots=512), "", []), TransformersModel)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "error", "right"),
+    [
+        (torch.float32, 0.0, 5e-4, True),
+        (torch.float32, 0.0, 2e-3, False),
+        (torch.bfloat16, 0.0, 0.09, True),
+        (torch.bfloat16, 0.0, 0.11, False),
+        (torch.bfloat16, 0.08, 0.23, True),  # a deep model's own rounding
+        (torch.bfloat16, 0.08, 0.25, False),
+        (torch.bfloat16, 5.0, 0.45, False),  # transformers' other way to attend is wrong
+    ],
+)
+def test_the_tolerance_is_that_of_rounding(dtype: torch.dtype, rounding: float, error: float, right: bool) -> None:
+    tokens = list(range(TILE + 8))
+    expected = torch.eye(len(tokens))
+
+    def run(rows: Sequence[Row], wanted: Sequence[int]) -> Tensor:
+        return expected[[rows[i].token for i in wanted]] + error
+
+    with nullcontext() if right else pytest.raises(ValueError, match="its logits are off by"):
+        check_against_transformers(run, tokens, Reference(expected, rounding), dtype)
+
+
+def test_a_deep_model_is_not_refused_for_its_own_rounding() -> None:
+    """With weights this large, 16 bits are off by more than the usual tolerance, by transformers and here alike."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 48, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=128, initializer_range=0.25, **sizes)
+    network = LlamaForCausalLM(config).to(torch.bfloat16)
+    build(network, "deep", EngineConfig(slots=512, verify=True), "", [])
 
 
 def test_a_missing_model_or_tokenizer(copy: Path, tmp_path: Path) -> None:

@@ -251,14 +251,14 @@ def compile_library(
         return linked.replace(folder / f"{'--'.join(parts)}.so")
 
 
-def cache_folder() -> Path:
-    """The folder for libraries, created if it is missing.
+def cache_folder(name: str = "native") -> Path:
+    """The folder for libraries, or another one in the same cache; created if it is missing.
 
     Raises `OSError` if it cannot be created or another user can write to it, `RuntimeError` if the user has no home.
     """
     given, xdg = os.environ.get("PACELINE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     base = Path(given) if given else Path(xdg or Path.home() / ".cache") / "paceline"
-    folder = (base / "native").resolve()
+    folder = (base / name).resolve()
     for each in (*reversed(folder.parents), folder):
         if not each.exists():
             each.mkdir(mode=0o700, exist_ok=True)
