@@ -27,6 +27,7 @@ from paceline.model.model import Model, TransformersModel
 from paceline.model.native.build import NativeUnavailableError, cache_folder, native_description
 from paceline.model.numerics import cpu_name
 from paceline.model.row_probe import Measurable, measure_row_cost, quick_row_cost
+from paceline.telemetry.load_phases import load_phase
 
 WRITE_INTERVAL_S = 180.0
 SECONDS_DIGITS = 4
@@ -63,13 +64,16 @@ def kept_row_cost(model: Measurable, most: int, threads: int, facts: Sequence[ob
     start: they are short, and the first of each size compiles its kernels.
     """
     if device.type != "cpu":
-        return LearnedRowCost(measure_row_cost(model, most).points)
+        with load_phase("pass costs measured"):
+            return LearnedRowCost(measure_row_cost(model, most).points)
     try:
         file = cache_folder("costs") / f"{_digest((*facts, threads, cpu_name(), _native()))}.json"
     except (OSError, RuntimeError):
         return quick_row_cost(model, most)
-    points = _read(file)
-    return KeptRowCost(quick_row_cost(model, most).points if points is None else points, file)
+    if (points := _read(file)) is None:
+        with load_phase("pass costs estimated"):
+            points = quick_row_cost(model, most).points
+    return KeptRowCost(points, file)
 
 
 def weight_bytes(path: Path) -> int:

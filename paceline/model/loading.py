@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from paceline.model.rope import fix_rope_frequencies
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.transformers_setup import set_up_transformers
 from paceline.model_names import fake_model, resolve_model
+from paceline.telemetry.load_phases import load_phase
 from paceline.text import vocabulary_fingerprint
 
 if TYPE_CHECKING:  # a model of one process does not load them
@@ -81,7 +83,8 @@ def load(name: str, config: EngineConfig) -> Model:
         return fake
     model = _load_tensor_parallel(name, config) if config.tensor_parallel_size > 1 else _load(name, config)
     proven = isinstance(model, TransformersModel) and model.native and not config.verify  # by tests of native code
-    model.rows_invariant = proven or is_row_invariant(model)
+    with nullcontext() if proven else load_phase("rows probed"):
+        model.rows_invariant = proven or is_row_invariant(model)
     return model
 
 
@@ -156,9 +159,11 @@ def _load_shard(name: str, config: EngineConfig, plan: TpPlan, ranks: TensorPara
 
 def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> TransformersModel:
     path = Path(resolve_model(name))
-    network = _read(path, config, sharding)
+    with load_phase("weights read"):
+        network = _read(path, config, sharding)
     eos_token_ids = _eos_token_ids(path, network)
-    return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
+    with load_phase("network built"):
+        return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
 
 
 def build(

@@ -62,6 +62,14 @@ def test_a_loaded_model_equals_transformers(checkpoint: Path) -> None:
     assert (model.dtype, model.max_model_len) == (torch.bfloat16, 100)
 
 
+def test_each_phase_of_a_start_is_logged_with_its_seconds(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline.telemetry.load_phases")
+    load(str(checkpoint), EngineConfig(slots=512, verify=True))
+    phases = [record for record in caplog.records if record.name == "paceline.telemetry.load_phases"]
+    assert [record.message for record in phases] == ["weights read", "network built", "rows probed"]
+    assert all(0 <= record.__dict__["seconds"] < 60 for record in phases)
+
+
 def test_rows_are_probed_where_torch_computes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[Model] = []
     monkeypatch.setattr("paceline.model.loading.is_row_invariant", probed.append)  # returns None, as if rows were not
