@@ -17,7 +17,7 @@ from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftC
 from paceline.engine.engine import Engine
 from paceline.memory_plan import plan_memory
 from paceline.model import limit_torch_threads, load
-from paceline.model.row_probe import estimate_row_cost
+from paceline.model.kept_row_cost import model_row_cost
 from paceline.output_processor import OutputProcessor
 from paceline.text import Tokenizer
 
@@ -72,7 +72,7 @@ class LLM:
         self.model = load(model, self.config)
         limit_torch_threads(self.model)
         self.tokenizer = Tokenizer.load(model)
-        self.cost = estimate_row_cost(self.model, self.config.max_num_batched_rows)
+        self.cost = model_row_cost(self.model, self.config.max_num_batched_rows, self.config.threads)
         self._serial = itertools.count()
         self._create_engine(speculation)
 

@@ -38,8 +38,8 @@ def run_model_process(kind: str, serve: Callable[[Pipe, argparse.Namespace], Non
         try:
             options = pipe.receive_first(argparse.Namespace)
             logs.configure(kind, options.worker_id, options.log_level.upper())
-            if options.trust_remote_code:
-                options.engine_config = options.engine_config.model_copy(update={"trust_remote_code": True})
+            flags = [name for name in ("trust_remote_code", "verify") if getattr(options, name)]
+            options.engine_config = options.engine_config.model_copy(update=dict.fromkeys(flags, True))
             torch.set_num_threads(options.engine_config.threads)
             serve(pipe, options)
         except PipeClosedError:

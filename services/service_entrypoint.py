@@ -164,6 +164,7 @@ def worker_parser(kind: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--speculative-config", default="{}", metavar="JSON", type=json_option(SpeculativeConfig))
     parser.add_argument("--engine-config", default="{}", metavar="JSON", type=json_option(EngineConfig))
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
+    parser.add_argument("--verify", action="store_true", help="compare native code with transformers first")
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there; 0: any")
     add_tracing_options(parser)

@@ -70,6 +70,7 @@ def serve(
         bool, typer.Option("--demo-page", help="A button on the page kills a draft worker: the text goes on.")
     ] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare native code with transformers first.")] = False,
     config: Config = None,
 ) -> None:
     """Serve a model on this machine: gateway, targets, drafts and Redis, restarted when they die."""
@@ -77,6 +78,8 @@ def serve(
     from paceline.cli import serve_command as command
 
     changes: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
+    if verify:
+        changes["verify"] = True
     if tensor_parallel_size is not None:
         changes["tensor_parallel_size"] = tensor_parallel_size
     if engine is not EngineName.VLLM and vllm_options is not None:

@@ -34,6 +34,7 @@ from paceline.doctor.prompt_file import Prompt, PromptsError, encoded, lack_chat
 from paceline.launcher import StartError
 from paceline.llm import LLM
 from paceline.model.device_memory import gigabytes
+from paceline.model.row_probe import measure_row_cost
 from paceline.model_names import ModelNotFoundError
 
 SHOWN_DEPTHS = 8
@@ -81,6 +82,7 @@ def _here(console: Console, options: DoctorOptions, prompts: Sequence[Prompt]) -
         chosen = candidates(options.model, options.given)
         with console.status("loading"):
             target = LLM(options.model, None, options.engine.model_copy(update=engine))
+            target.cost = measure_row_cost(target.model, target.config.max_num_batched_rows)  # speeds are predicted
         if target.tokenizer.chat_template is None and options.prompts is None:
             prompts = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
         bare = lack_chat_template(prompts, target.tokenizer)

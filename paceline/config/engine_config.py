@@ -37,6 +37,9 @@ class EngineConfig(Settings):
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
     max_num_batched_rows: int = Field(256, ge=8, description="rows of one forward pass")
     enable_prefix_caching: bool = True
+    verify: bool = Field(
+        False, description="at the start, compare native code with transformers, and rows alone with rows in company"
+    )
     trust_remote_code: bool = Field(False, description="run code that comes with a model: only from authors you trust")
 
     @property

@@ -29,6 +29,7 @@ from paceline.core.tree import ROOT, CommitResult, TokenTree
 from paceline.drafting.cached_speculator import CachedRequest, CachedSpeculator, round_robin
 from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts, predict_draws
 from paceline.drafting.sampled_drafts import SampledToken, sample_draft_tokens
+from paceline.model.row_probe import finish
 from paceline.model.rows import Row
 
 DEFAULT_ROW_COST = RowCost([8], [1.0])
@@ -152,9 +153,13 @@ class BestFirstSpeculator(CachedSpeculator[D]):
         self._computed = bool(this.rows)
         if not this.rows:
             return {}
+        began = self._clock()
         logits, ids = self.run(this)
+        finish(logits)
+        pass_s = self._clock() - began
         grown = self._add_children(this.expanded, logits, ids) if this.expanded else {}
         if not context:
+            self._cost.passes.observe(len(this.rows), pass_s)
             self._cost.observe(len(this.rows), self._clock() - start)
         return grown
 

@@ -45,6 +45,7 @@ from paceline.engine.scheduler import ScheduledRequest, Scheduler
 from paceline.engine.slot_pool import SlotPool
 from paceline.grammar.grammar_state import GrammarCompiler
 from paceline.model.model import Model
+from paceline.model.row_probe import finish
 from paceline.model.rows import Row
 from paceline.telemetry.step_stats import StatsTimer, StepStats
 
@@ -67,7 +68,7 @@ class Engine:
         lookup_clients: Sequence[DraftClient] = (),
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`cost`: of a pass, by `paceline.model.row_probe.estimate_row_cost`. `lookup_clients`: of the lookups, which
+        """`cost`: of a pass, by `paceline.model.kept_row_cost`. `lookup_clients`: of the lookups, which
         draft for every request. `grammars`: default by the model's name."""
         self.model = model
         sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(lookup_clients))
@@ -111,6 +112,8 @@ class Engine:
         self._ended: list[Delta] = []
         """Final deltas of requests that ended between steps."""
         self._stats_timer = StatsTimer()
+        self._pass_s = 0.0
+        """Of the last pass."""
         self._reset_counters()
 
     @property
@@ -286,7 +289,10 @@ class Engine:
             rows += each.model_rows()
             if each.draws:
                 sampled += range(len(rows) - 1 - len(each.nodes), len(rows))
+        began = self._clock()
         output = self.model.run(rows, [*sampled, *scored], self.hidden_layers)
+        finish(output.logits)
+        self._pass_s = self._clock() - began
         if output.hidden is not None:
             self._hidden.store([row.slot for row in rows], output.hidden)
         logits, prompt_logits = output.logits[: len(sampled)], output.logits[len(sampled) :]
@@ -508,6 +514,7 @@ class Engine:
 
     def _observe_step_cost(self, drawing: Sequence[Request], nodes: int, seconds: float) -> None:
         """`seconds`: of the step after growth was received."""
+        self._cost.passes.observe(len(drawing) + nodes, self._pass_s)
         self._cost.observe(len(drawing) + nodes, seconds, nodes)
         if not nodes:
             self._cost.observe_plain(len(drawing), seconds, drafted=any(request.draft_active for request in drawing))

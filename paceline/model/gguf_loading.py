@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile, is_gguf
@@ -16,6 +14,7 @@ from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import gigabytes
 from paceline.model.gguf_weights import gguf_dtype
 from paceline.model.network_factory import log_once
+from paceline.model.transformers_setup import set_up_transformers
 
 
 def model_config(path: Path | str, device: str = "cpu", *, trust_remote_code: bool = False) -> Any:
@@ -23,6 +22,9 @@ def model_config(path: Path | str, device: str = "cpu", *, trust_remote_code: bo
 
     A file is dequantised to bfloat16 where `device` computes in it, and one in float32 stays so.
     """
+    from transformers import AutoConfig
+
+    set_up_transformers()
     if not is_gguf(path):
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     settings = transformers_config(GgufFile.open(path))
@@ -31,6 +33,8 @@ def model_config(path: Path | str, device: str = "cpu", *, trust_remote_code: bo
 
 def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     """The network of a file, which needs no code of the file's. Raises `CheckpointError`, or ValueError."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     checkpoint = Checkpoint(path)
     weights = {name: checkpoint.tensor(name, dtype) for name in checkpoint.names}
     size = sum(each.nbytes for each in weights.values())

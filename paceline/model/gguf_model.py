@@ -24,6 +24,7 @@ from paceline.model.native.native_product import dequantize
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of
 from paceline.model.rows import Row
+from paceline.telemetry.load_phases import load_phase
 from paceline.text import vocabulary_fingerprint
 from paceline.text.gguf_tokenizer import eos_token_ids
 
@@ -144,7 +145,8 @@ def load_packed(path: str, name: str, engine: EngineConfig) -> GgufModel | None:
         return None
     file = GgufFile.open(path)
     try:
-        model = GgufModel(_info(file, name, config, engine), file, config, packed_dtype(config, engine))
+        with load_phase("weights packed"):
+            model = GgufModel(_info(file, name, config, engine), file, config, packed_dtype(config, engine))
     except NativeUnavailableError as error:
         log_once(f"no native pass, {file.path.name} is dequantised: {error}")
         return None

@@ -11,24 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar
 
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_file import GgufError, GgufFile, is_gguf
-from paceline.model.attention import ATTENTION, Heads, attention_interface
+from paceline.model.attention import Heads
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import make_model
 from paceline.model.gguf_loading import model_config, read_gguf
-from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, ModelInfo, TransformersModel
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.quantization import dequantized_weights, is_dequantized_at_load
 from paceline.model.rope import fix_rope_frequencies
+from paceline.model.transformers_setup import set_up_transformers
 from paceline.model_names import resolve_model
+from paceline.telemetry.load_phases import load_phase
 from paceline.text import gguf_tokenizer, vocabulary_fingerprint
 
 if TYPE_CHECKING:  # a model of one process does not load them
@@ -66,10 +64,6 @@ NON_TEXT_WEIGHTS = re.compile(
 )
 """The same, for a multimodal checkpoint of which only the text model is loaded."""
 
-AttentionInterface.register(ATTENTION, attention_interface)
-register_mimo()
-disable_progress_bar()  # a service logs one line when its model is loaded
-
 
 def load_checkpoint(name: str, config: EngineConfig) -> Model:
     """Load a transformers model by name; with a tensor_parallel_size over 1, as rank 0. Raises as `load` does."""
@@ -81,6 +75,8 @@ def outline(name: str, config: EngineConfig) -> nn.Module:
 
     Raises as transformers does, or ValueError, if there is none; `load` says why.
     """
+    from transformers import AutoModelForCausalLM
+
     trusted = config.trust_remote_code
     whole = model_config(resolve_model(name), config.device, trust_remote_code=trusted)
     text = whole.get_text_config(decoder=True)
@@ -135,9 +131,11 @@ def _load_shard(name: str, config: EngineConfig, plan: TpPlan, ranks: TensorPara
 
 def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> TransformersModel:
     path = Path(resolve_model(name))
-    network = _read(path, config, sharding)
+    with load_phase("weights read"):
+        network = _read(path, config, sharding)
     eos_token_ids = _eos_token_ids(path, network)
-    return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
+    with load_phase("network built"):
+        return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
 
 
 def build(
@@ -155,6 +153,7 @@ def build(
 
     Raises ValueError if the network cannot be run over rows, or has fewer positions than `config.max_model_len`.
     """
+    set_up_transformers()
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     network = network.to(_device(config.device)).eval().requires_grad_(False)
     positions = _positions(settings, name, config.max_model_len)
@@ -173,7 +172,7 @@ def build(
             folder=Path(name if folder is None else folder),
         )
         heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
-        model = make_model(network, info, heads, positions, sharding)
+        model = make_model(network, info, heads, positions, sharding, verify=config.verify)
     except (RendezvousError, RankLostError):
         raise
     except Exception as error:
@@ -207,6 +206,9 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
 
     Raises ValueError if it cannot be read, lacks weights, or has weights that the network does not.
     """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     options: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.distributed_config()}
     trusted = engine.trust_remote_code
     try:
@@ -286,11 +288,15 @@ def _text_kind(text: Any) -> str:
 
 def _is_tower(whole: Any, text: Any) -> bool:
     """Whether only the text model of a multimodal checkpoint is loaded."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     return text is not whole and _text_kind(text) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _tower_config(whole: Any, text: Any) -> Any:
     """The configuration of a multimodal checkpoint's text model."""
+    from transformers import AutoConfig
+
     settings = text.to_dict()
     kind = _text_kind(text)
     if kind != text.model_type:

@@ -5,6 +5,8 @@ transformers takes seconds to import, so it is imported only for what needs it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from paceline.config import EngineConfig
@@ -14,6 +16,7 @@ from paceline.model.model import Model, TransformersModel
 from paceline.model.native.draw_candidates import draw_candidates
 from paceline.model.row_probe import is_row_invariant
 from paceline.model_names import fake_model, resolve_model
+from paceline.telemetry.load_phases import load_phase
 
 CANDIDATE_FINDERS.append(draw_candidates)
 
@@ -30,14 +33,17 @@ def load(name: str, config: EngineConfig) -> Model:
             raise ValueError(f"{name} has no weights to share among ranks: set tensor_parallel_size to 1")
         fake: Model = scheme.load(name, config)
         return fake
-    if (packed := load_packed(location, name, config)) is not None:
-        return packed
+    model = load_packed(location, name, config) or _load_checkpoint(name, config)
+    proven = isinstance(model, TransformersModel) and model.native and not config.verify  # by tests of native code
+    with nullcontext() if proven else load_phase("rows probed"):
+        model.rows_invariant = proven or is_row_invariant(model)
+    return model
+
+
+def _load_checkpoint(name: str, config: EngineConfig) -> Model:
     from paceline.model.loading import load_checkpoint
 
-    model = load_checkpoint(name, config)
-    proven = isinstance(model, TransformersModel) and model.native  # by tests
-    model.rows_invariant = proven or is_row_invariant(model)
-    return model
+    return load_checkpoint(name, config)
 
 
 def limit_torch_threads(model: Model) -> None:

@@ -65,10 +65,10 @@ def _device(device: torch.device) -> str:
     if device.type != "cpu":
         return device.type
     flags = sorted(flag for flag in cpu_flags() if flag.startswith(VECTORS))
-    return f"cpu {_cpu_name()}, instructions {_digest(' '.join(flags))}"
+    return f"cpu {cpu_name()}, instructions {_digest(' '.join(flags))}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """From /proc/cpuinfo, else "unknown"."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

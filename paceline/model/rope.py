@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds whose frequencies transformers chooses in every pass by the longest sequence: LongRoPE (Ding et al. 2024) and
@@ -33,6 +32,8 @@ def fix_rope_frequencies(network: nn.Module, max_model_len: int) -> None:
 
 def _fix_frequencies(module: Any, kind: str, max_model_len: int, layer_type: str | None = None) -> None:
     """`layer_type`: the kind of layer, where kinds have different frequencies."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     prefix = "" if layer_type is None else f"{layer_type}_"
     device: torch.device = getattr(module, f"{prefix}inv_freq").device
     options = {} if layer_type is None else {"layer_type": layer_type}

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+from paceline.core.policy.learned_row_cost import LearnedRowCost
 from paceline.core.policy.step_cost import RowCost
 from paceline.model.model import Model
 from paceline.model.rows import TILE, Row, SlotTable
 
 PROBE_CONTEXT = 2 * TILE - 5
 """Committed positions of the probe: two tiles, the second one almost full."""
+PROBED_TOKENS = 8
+"""Tokens of the probe's path that are computed alone, and then together."""
 PROBE_DEPTH = 8
 """Depth of the chains of guesses that `measure_row_cost` measures."""
 
-ESTIMATED_ROWS = (1, 8, 32)
+FEW_ROWS = 8
+"""Rows of the second quick pass."""
+QUICK_ROWS = 64
+"""Rows of the third quick pass, if there is time for so many."""
+QUICK_SECONDS = 0.5
+"""For all quick passes."""
+SHORTEST_PASS_S = 1e-9
+"""A clock may not see a shorter one."""
+
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 192, 256)
 
 
 def is_row_invariant(model: Model) -> bool:
     """Whether a path has the same logits, bit for bit, token by token and as a branch of a tree.
 
-    Slots are scattered, the path crosses a tile border, and every node on it has a sibling.
+    Slots are scattered, the path crosses a tile border, and every node on it has a sibling. The context is computed in
+    one pass for the one, and in two for the other.
     """
     length = max(1, min(PROBE_CONTEXT, model.max_model_len - 16, model.slots // 4))
-    tokens = [(7 * i + 3) % model.vocabulary_size for i in range(length + 8)]
+    tokens = [(7 * i + 3) % model.vocabulary_size for i in range(length + PROBED_TOKENS)]
     slots = iter(range(model.slots, 0, -1))
-    alone = _one_by_one(model, tokens, slots)[length:]
-    table = SlotTable(next(slots) for _ in range(length))
-    model.run([table.row(token, i) for i, token in enumerate(tokens[:length])], [])
+    alone = _one_by_one(model, tokens[length:], _context(model, tokens[:length], slots, length), slots)
+    table = _context(model, tokens[:length], slots, 1)
     rows: list[Row] = []
     wanted: list[int] = []
     branch: list[int] = []
@@ -44,16 +56,24 @@ def is_row_invariant(model: Model) -> bool:
     return all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def _one_by_one(model: Model, tokens: Sequence[int], slots: Iterator[int]) -> list[torch.Tensor]:
-    table = SlotTable()
+def _context(model: Model, tokens: Sequence[int], slots: Iterator[int], split: int) -> SlotTable:
+    """Compute the tokens before `split` in one pass, and the others in another."""
+    table = SlotTable(itertools.islice(slots, len(tokens)))
+    rows = [table.row(token, i) for i, token in enumerate(tokens)]
+    for part in filter(None, (rows[:split], rows[split:])):
+        model.run(part, [])
+    return table
+
+
+def _one_by_one(model: Model, tokens: Sequence[int], table: SlotTable, slots: Iterator[int]) -> list[torch.Tensor]:
     logits = []
-    for i, token in enumerate(tokens):
+    for i, token in enumerate(tokens, len(table)):
         table.slots.append(next(slots))
         logits.append(model.run([table.row(token, i)], [0]).logits[0])
     return logits
 
 
-class _Measurable(Protocol):
+class Measurable(Protocol):
     """A `Model`, or a head's network with the same three members."""
 
     slots: int
@@ -62,42 +82,61 @@ class _Measurable(Protocol):
     def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object: ...
 
 
-def measure_row_cost(model: _Measurable, most: int, repeats: int = 5) -> RowCost:
+def measure_row_cost(model: Measurable, most: int, repeats: int = 5) -> RowCost:
     """Measure seconds per pass for 1, 2, ... `most` rows: chains of guesses after a context of a tile or two.
 
     Where rows are padded to multiples of eight, the ninth row costs as much as the sixteenth.
     """
-    context = min(PROBE_CONTEXT, model.max_model_len // 2, model.slots // 4)
+    context = _context_length(model)
     table = SlotTable(range(1, context + 1))
     model.run([table.row(0, i) for i in range(context)], [])
     counts = [n for n in ROW_COUNTS if n <= min(most, model.slots // 4)]
-    guesses = [
-        table.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(max(counts))
-    ]
+    guesses = _guesses(model, max(counts))
     # Round robin, and the fastest of each: other processes on this machine then hardly distort the curve. The longest
     # first: a long pass evicts the weights from the caches, and several short ones bring them back.
     rounds = [[_timed(model, guesses[:count]) for count in reversed(counts)] for _ in range(repeats)]
     return RowCost(counts, [min(times) for times in zip(*rounds, strict=True)][::-1])
 
 
-def estimate_row_cost(model: _Measurable, most: int) -> RowCost:
-    """Seconds per pass from three passes: of the most rows of `ESTIMATED_ROWS`, then of fewer, of one request.
+def quick_row_cost(model: Measurable, most: int) -> LearnedRowCost:
+    """A first estimate from at most three passes: a few rows, one row, and as many as the budget has time for.
 
-    What a start can afford where a pass takes long. Between and beyond these points costs are lines, which a step's
-    overhead corrects while serving (`paceline.core.policy.step_cost.StepCost`).
+    In the budget each further row is taken to cost what a row of the second pass did. No pass computes a context: rows
+    attend to what the slots hold.
     """
-    counts = [n for n in ESTIMATED_ROWS if n <= min(most, model.slots // 4, model.max_model_len // 2)] or [1]
-    table = SlotTable(range(1, max(counts) + 1))
-    times = [_timed(model, [table.row(0, i) for i in range(count)]) for count in reversed(counts)]
-    return RowCost(counts, times[::-1])
+    most = max(1, min(most, model.slots // 4))
+    few = min(FEW_ROWS, most)
+    points = {count: _timed(model, _guesses(model, count)) for count in sorted({1, few}, reverse=True)}
+    left = QUICK_SECONDS - sum(points.values())
+    counts = [n for n in ROW_COUNTS if few < n <= min(most, QUICK_ROWS)]
+    if affordable := [n for n in counts if n <= 2 * few or points[few] * n / few <= left]:
+        points[affordable[-1]] = _timed(model, _guesses(model, affordable[-1]))
+    return LearnedRowCost({count: max(seconds, SHORTEST_PASS_S) for count, seconds in points.items()})
 
 
-def _timed(model: _Measurable, rows: Sequence[Row]) -> float:
+def _guesses(model: Measurable, count: int) -> list[Row]:
+    """Chains of guesses, `PROBE_DEPTH` deep, after a context of a tile or two."""
+    context = _context_length(model)
+    table = SlotTable(range(1, context + 1))
+    return [table.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(count)]
+
+
+def _context_length(model: Measurable) -> int:
+    return min(PROBE_CONTEXT, model.max_model_len // 2, model.slots // 4)
+
+
+def _timed(model: Measurable, rows: Sequence[Row]) -> float:
     _finish_all()
     start = time.perf_counter()
     model.run(rows, range(len(rows)))
     _finish_all()
     return time.perf_counter() - start
+
+
+def finish(logits: torch.Tensor) -> None:
+    """Wait for the pass that computes them: an accelerator runs asynchronously."""
+    if not logits.is_cpu:
+        torch.accelerator.synchronize(logits.device)
 
 
 def _finish_all() -> None:

@@ -19,7 +19,7 @@ from paceline.ipc.pipe import Pipe
 from paceline.launcher import StartError
 from paceline.memory_plan import plan_memory
 from paceline.model import Model, limit_torch_threads, load
-from paceline.model.row_probe import estimate_row_cost
+from paceline.model.kept_row_cost import model_row_cost
 from paceline.target_features import all_features
 from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline_services.model_entrypoint import (
@@ -53,7 +53,7 @@ def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation:
         raise StartError(f"--model {model_name} cannot be loaded: {error}") from error
     model = load_model(model_name, config)
     drafting = build_drafting(model, pipe, speculation, config)
-    cost = estimate_row_cost(model, config.max_num_batched_rows)
+    cost = model_row_cost(model, config.max_num_batched_rows, config.threads)
     lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
     return Engine(model, config, speculation, drafting, cost, lookup_clients=lookups)
 

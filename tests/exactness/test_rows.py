@@ -250,6 +250,22 @@ def test_the_probe_notices_a_row_that_depends_on_other_rows() -> None:
     assert not is_row_invariant(broken)
 
 
+def test_the_probe_notices_keys_that_depend_on_other_rows() -> None:
+    broken = model("llama", torch.float32)
+    run, passes = broken.run, []
+
+    def leaky(rows: list[Row], *rest: object) -> object:
+        output = run(rows, *rest)  # type: ignore[arg-type]
+        passes.append(len(rows))
+        if len(rows) == max(passes) > TILE:
+            broken.cache.data[:, rows[-1].slot] *= 1.001
+        return output
+
+    broken.run = leaky  # type: ignore[method-assign, assignment]
+    assert not is_row_invariant(broken)
+    assert len(passes) == 12
+
+
 def shuffled(row: Row) -> Row:
     """The row with the slots of its last tile, except its own, reversed."""
     border = row.position // TILE * TILE

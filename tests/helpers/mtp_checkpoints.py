@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import paceline.model  # noqa: F401  # makes MiMo known to transformers
+from paceline.model.transformers_setup import set_up_transformers
 from tests.helpers.checkpoints import save_tokenizer
+
+set_up_transformers()  # it then knows MiMo
 
 VOCABULARY, SIZE, LAYERS, HEADS, KV_HEADS, HEAD = 88, 32, 2, 4, 2, 16
 INNER, EXPERT_INNER, EXPERTS = 48, 24, 8

@@ -520,9 +520,23 @@ MUTANTS = (
     Mutant(
         "a model is accepted whatever it computes beside another request",
         "paceline/model/decoder.py",
-        """(" beside another request", guessed, expected[half:])""",
-        """(" beside another request", expected[half:], expected[half:])""",
+        """(" beside another request", guessed, expected.logits[half:])""",
+        """(" beside another request", expected.logits[half:], expected.logits[half:])""",
         ("exactness/test_architectures.py", "unit/test_loading.py"),
+    ),
+    Mutant(
+        "native code is not compared with transformers on --verify either",
+        "paceline/model/decoder.py",
+        "if isinstance(made, NativeNetwork) and not verify:",
+        "if isinstance(made, NativeNetwork):",
+        ("unit/test_loading.py",),
+    ),
+    Mutant(
+        "one stalled pass makes a point of the curve",
+        "paceline/core/policy/learned_row_cost.py",
+        "if known is None and seconds > self(rows):",
+        "if False:",
+        ("unit/test_kept_row_cost.py",),
     ),
     Mutant(
         "rows of one group see what comes after them",

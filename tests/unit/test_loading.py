@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
 from paceline.model import Model, Row, SlotTable, load, model_loader
+from paceline.model.decoder import Reference, check_against_transformers
 from paceline.model.loading import build
 from paceline.model.model import TransformersModel
-from paceline.model.row_probe import estimate_row_cost
 from paceline.model.rows import TILE
 from paceline.model_names import ModelNotFoundError
 from tests.helpers.checkpoints import change_config, change_weights, save_checkpoint, save_tokenizer
@@ -62,6 +62,25 @@ def test_a_loaded_model_equals_transformers(checkpoint: Path) -> None:
     assert (model.dtype, model.max_model_len) == (torch.bfloat16, 100)
 
 
+def test_each_phase_of_a_start_is_logged_with_its_seconds(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline.telemetry.load_phases")
+    load(str(checkpoint), EngineConfig(slots=512, verify=True))
+    phases = [record for record in caplog.records if record.name == "paceline.telemetry.load_phases"]
+    assert [record.message for record in phases] == ["weights read", "network built", "rows probed"]
+    assert all(0 <= record.__dict__["seconds"] < 60 for record in phases)
+
+
+def test_rows_are_probed_where_torch_computes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Model] = []
+    monkeypatch.setattr("paceline.model.model_loader.is_row_invariant", probed.append)  # returns None: not invariant
+    assert load(str(checkpoint), CONFIG).rows_invariant
+    assert not probed
+    monkeypatch.setattr("paceline.model.network_factory.DTYPES", {})
+    by_torch = load(str(checkpoint), CONFIG)
+    assert probed == [by_torch]
+    assert not by_torch.rows_invariant
+
+
 def test_vocabulary_and_end_of_text_are_the_checkpoint_s(checkpoint: Path, copy: Path) -> None:
     (copy / "generation_config.json").unlink()
     change_config(copy, eos_token_id=9)
@@ -89,7 +108,40 @@ def test_a_model_that_is_wrong_from_the_second_tile_on_is_refused() -> None:
         for layer in network.model.layers:
             layer.self_attn.sliding_window = window  # ours has it; transformers takes that of the configuration, none
         with nullcontext() if right else pytest.raises(ValueError, match="its logits are off by"):
-            build(network, "windowed", EngineConfig(slots=512), "", [])
+            build(network, "windowed", EngineConfig(slots=512, verify=True), "", [])
+        assert isinstance(build(network, "windowed", EngineConfig(slots=512), "", []), TransformersModel)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "error", "right"),
+    [
+        (torch.float32, 0.0, 5e-4, True),
+        (torch.float32, 0.0, 2e-3, False),
+        (torch.bfloat16, 0.0, 0.09, True),
+        (torch.bfloat16, 0.0, 0.11, False),
+        (torch.bfloat16, 0.08, 0.23, True),  # a deep model's own rounding
+        (torch.bfloat16, 0.08, 0.25, False),
+        (torch.bfloat16, 5.0, 0.45, False),  # transformers' other way to attend is wrong
+    ],
+)
+def test_the_tolerance_is_that_of_rounding(dtype: torch.dtype, rounding: float, error: float, right: bool) -> None:
+    tokens = list(range(TILE + 8))
+    expected = torch.eye(len(tokens))
+
+    def run(rows: Sequence[Row], wanted: Sequence[int]) -> Tensor:
+        return expected[[rows[i].token for i in wanted]] + error
+
+    with nullcontext() if right else pytest.raises(ValueError, match="its logits are off by"):
+        check_against_transformers(run, tokens, Reference(expected, rounding), dtype)
+
+
+def test_a_deep_model_is_not_refused_for_its_own_rounding() -> None:
+    """With weights this large, 16 bits are off by more than the usual tolerance, by transformers and here alike."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 48, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=128, initializer_range=0.25, **sizes)
+    network = LlamaForCausalLM(config).to(torch.bfloat16)
+    build(network, "deep", EngineConfig(slots=512, verify=True), "", [])
 
 
 def test_a_missing_model_or_tokenizer(copy: Path, tmp_path: Path) -> None:
@@ -419,21 +471,3 @@ def test_a_native_model_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests prove that its rows are invariant. A start has no time for a hundred passes."""
     monkeypatch.setattr(model_loader, "is_row_invariant", lambda model: pytest.fail("probed"))
     assert load("pydoc", CONFIG).rows_invariant
-
-
-class CountedPasses:
-    """Remembers the rows of each pass."""
-
-    slots = max_model_len = 512
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-
-    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> None:
-        self.rows.append(len(rows))
-
-
-def test_a_start_estimates_costs_by_three_passes() -> None:
-    model = CountedPasses()
-    estimate_row_cost(model, 256)
-    assert model.rows == [32, 8, 1]

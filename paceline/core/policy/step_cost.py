@@ -1,6 +1,6 @@
 """What steps cost, and which nodes are worth a row.
 
-A forward pass over R rows takes t(R) seconds, estimated when a worker starts. Verifying nodes with path probabilities p
+A forward pass over R rows takes t(R) seconds, learned from a worker's passes. Verifying nodes with path probabilities p
 commits one token per request (the target's own draw) and each node's token with probability p. So a step commits
 `(requests + sum(p)) / t(rows)` tokens per second. The best choice takes nodes in falling order of p while that rises.
 Depth and width of the trees, backing off at high load and plain decoding all follow from this.
@@ -24,6 +24,8 @@ class RowCost:
         """Raises ValueError unless `rows` is not empty, rises, and has a positive time for each entry."""
         if not rows or len(rows) != len(seconds) or min(seconds) <= 0 or sorted(set(rows)) != list(rows):
             raise ValueError("a row cost needs rising row counts, each with a positive time")
+        self.points = dict(zip(rows, seconds, strict=True))
+        """Seconds by rows, as measured."""
         self._rows = list(rows)
         self._seconds = [*accumulate(reversed(seconds), min)][::-1]
         self._table: list[float] = []
@@ -37,6 +39,9 @@ class RowCost:
             return self._seconds[i]
         share = (rows - self._rows[i - 1]) / (self._rows[i] - self._rows[i - 1])
         return self._seconds[i - 1] + share * (self._seconds[i] - self._seconds[i - 1])
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A pass of this many rows took `seconds`. A cost that was measured in full learns nothing from it."""
 
     def table(self, rows: int) -> Sequence[float]:
         """Seconds of passes over 0, 1, 2, ... rows, up to `rows` or more."""

@@ -7,13 +7,15 @@ with the default value of transformers' configuration class.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
 
 from paceline.model.checkpoint import Checkpoint, CheckpointError, first_sentence
 from paceline.model.target_weights import TargetWeights
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from transformers import PretrainedConfig
 
 DECODERS = ("llama", "qwen3")
 """Decoders of heads. Uploads of other decoders name `llama`, too; their tensors tell which they are."""
@@ -31,6 +33,8 @@ def head_config(checkpoint: Checkpoint, rope_theta: float | None = None) -> Pret
 
     Raises `CheckpointError` if sizes are missing or inconsistent, or if layers of this kind cannot be run.
     """
+    from transformers import AutoConfig
+
     decoder: Mapping[str, Any] = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     if not decoder:
         raise CheckpointError(f"{checkpoint} has no config.json: download it, the tensors alone do not tell their use")

@@ -25,7 +25,7 @@ from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.heads.head_network import HeadNetwork, head_facts
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.speculator import Opening, Speculator
-from paceline.model.row_probe import estimate_row_cost
+from paceline.model.kept_row_cost import kept_row_cost, weight_bytes
 from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
 
@@ -98,7 +98,9 @@ class HeadSpeculator(BestFirstSpeculator[HeadRequest]):
 def build_head_speculator(inputs: MethodInputs, network: HeadNetwork) -> Speculator:
     """The speculator of a head that drafts one token after another, with its measured cost per row."""
     config, target = inputs.config, inputs.target
-    cost = estimate_row_cost(_HeadProbe(network, target), MAX_ROWS)
+    facts = (config.method, target.dtype, target.hidden_size, target.vocabulary_size)
+    weights = weight_bytes(inputs.checkpoint.folder)
+    cost = kept_row_cost(_HeadProbe(network, target), MAX_ROWS, inputs.engine.threads, (*facts, weights), target.device)
     return HeadSpeculator(
         config.method,
         network,

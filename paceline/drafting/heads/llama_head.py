@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.drafting.heads.head_network import HeadNetwork, HeadOutput
 from paceline.drafting.heads.head_weights import HeadWeights, OutputProjection
@@ -44,7 +43,10 @@ class LlamaHead(HeadNetwork):
         """
         super().__init__(target, model, slots, hidden_state_layers, ids)
         heads = Heads.of(config)
-        rotary = rotary or LlamaRotaryEmbedding(config)
+        if rotary is None:
+            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+            rotary = LlamaRotaryEmbedding(config)
         own_output = output if isinstance(output, Tensor) else None
         self._network, _ = make_network(
             layers,

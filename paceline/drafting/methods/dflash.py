@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.config import MAX_DEPTH, SpeculativeConfig
 from paceline.core.logits_rules import History
@@ -97,6 +96,8 @@ class DFlashNetwork:
         """Raises `CheckpointError` if the checkpoint is not a DFlash draft for this target."""
         decoder = head_config(checkpoint, rope_theta)
         weights = HeadWeights(checkpoint, target, RENAMES)
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         h, eps = int(decoder.hidden_size), float(decoder.rms_norm_eps)
         mask = None
         if "mask_embedding" in weights:

@@ -17,8 +17,8 @@ from paceline.drafting.speculator import Opening, Speculator
 from paceline.drafting.vocabulary.intersection_speculator import IntersectionSpeculator
 from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary, VocabularyMapping
+from paceline.model.kept_row_cost import model_row_cost
 from paceline.model.model import Model
-from paceline.model.row_probe import estimate_row_cost
 
 
 class DraftModelSpeculator(BestFirstSpeculator[BestFirstRequest]):
@@ -53,7 +53,7 @@ def build(inputs: MethodInputs) -> Speculator:
     """
     config = inputs.config
     model = inputs.load_model()
-    cost = estimate_row_cost(model, MAX_ROWS)
+    cost = model_row_cost(model, MAX_ROWS, inputs.engine.threads)
     draft_model = DraftModelSpeculator(model, config.tree_width, cost, config.least_path_probability)
     if config.vocabulary_mapping == "none":
         return draft_model
