@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+NO_BYTE = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How sentencepiece-like vocabularies spell a single byte."""
 
@@ -16,7 +17,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def token_pieces(backend: Backend) -> list[bytes]:
     """Entry i: the bytes of token i inside a text. Raises ValueError if they depend on the other tokens."""
     tokens = _tokens(backend)
-    decoders = set(_decoder_types(json.loads(backend.to_str())["decoder"]))
+    decoders = set(_decoder_types(backend.decoder and json.loads(backend.decoder.__getstate__())))  # what pickle keeps
     if "ByteLevel" in decoders and decoders <= {"ByteLevel", "Fuse"}:
         return [_byte_level(token) for token in tokens]
     pieces = _in_context(backend, tokens)
@@ -46,20 +47,24 @@ def _decoder_types(decoder: Mapping[str, Any] | None) -> Iterator[str]:
         yield str(decoder["type"])
 
 
-def _byte_values() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from U+0100 on."""
+def _byte_characters() -> dict[int, str]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from U+0100 on.
+
+    For `str.translate`, by code: the Latin-1 character of the byte, and for Latin-1 that stands for no byte one that is
+    none.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return dict.fromkeys(others, NO_BYTE) | {0x100 + i: chr(byte) for i, byte in enumerate(others)}
 
 
-BYTE_VALUES = _byte_values()
+BYTE_CHARACTERS = _byte_characters()
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes([BYTE_VALUES[character] for character in token])
-    except KeyError:
+        return token.translate(BYTE_CHARACTERS).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()  # an added token may be plain text
 
 

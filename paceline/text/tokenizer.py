@@ -116,11 +116,10 @@ class Tokenizer:
 
         A normalizer may halve the length of a text, as by composing accents.
         """
-        settings = json.loads(self._backend.to_str())
-        model, normalizer = settings["model"], settings["normalizer"]
-        if model["type"] != "BPE" or (model.get("fuse_unk") and not model.get("byte_fallback")):
+        model = self._backend.model
+        if not isinstance(model, models.BPE) or (model.fuse_unk and not model.byte_fallback):
             return None
-        return max(map(len, self.pieces), default=1) * (1 if normalizer is None else 2)
+        return max(map(len, self.pieces), default=1) * (1 if self._backend.normalizer is None else 2)
 
     @cached_property
     def spaces_special_tokens(self) -> bool:

@@ -38,8 +38,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.cache_folder import cache_folder, is_safe
-
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
@@ -211,6 +209,8 @@ def _find_or_compile(sources: Path, isas: Sequence[Isa]) -> _Library:
 
 
 def _find_or_compile_for(isa: Isa, sources: Path, compiler: Compiler) -> _Library:
+    from paceline.cache_folder import cache_folder  # not at the top: a wheel is built where paceline is not installed
+
     pattern = f"{isa.name}--*--{source_hash(sources)}--{compiler.key}--*.so"
     try:
         folder = cache_folder("native")
@@ -261,6 +261,8 @@ def compile_library(
 def _find(folder: Path, pattern: str, *, check_owner: bool = False) -> _Library | None:
     """The first file that matches the pattern, is complete and loads; with `check_owner`, that no other user can
     write."""
+    from paceline.cache_folder import is_safe
+
     for path in sorted(folder.glob(pattern)):
         if check_owner and not is_safe(path):
             log.warning("not loading a library that others may write to", extra={"path": str(path)})
