@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 0.25
 """How often the list of workers is read, and a lost target is tried again."""
+WAITING_INTERVAL_S = 0.05
 
 
 class Fleet:
@@ -245,9 +246,7 @@ def _key(record: WorkerRecord) -> str:
 
 
 class FleetRefresh(PeriodicTask):
-    """Refreshes a fleet from the registry."""
-
-    interval_s = REFRESH_INTERVAL_S
+    """Refreshes a fleet from the registry; more often while there is no target, since requests wait for the first."""
 
     def __init__(self, fleet: Fleet, targets: WorkerWatcher, drafts: WorkerWatcher) -> None:
         self._fleet = fleet
@@ -256,6 +255,7 @@ class FleetRefresh(PeriodicTask):
 
     async def run_once(self) -> None:
         await self._fleet.refresh(self._targets.workers, self._drafts.workers)
+        self.interval_s = self._targets.interval_s = REFRESH_INTERVAL_S if self._targets.workers else WAITING_INTERVAL_S
 
 
 @asynccontextmanager
