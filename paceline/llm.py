@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,18 @@ class VocabularyMismatchError(ValueError):
 
 @dataclass(slots=True)
 class Completion:
-    """One finished request.
+    """One request, finished or, with `LLM.stream_chat`, so far.
 
     `text` ends before the stop string or stop token; `tokens` include the stop token, or end with the token that
-    completes the stop string. `accepted[i]`: token i was drafted.
+    completes the stop string. `accepted[i]`: token i was drafted. `offsets[i]`: characters of the text before token i.
     """
 
     text: str
     tokens: list[int]
     accepted: list[bool]
-    finish_reason: FinishReason
+    offsets: list[int]
+    finish_reason: FinishReason | None
+    """None before the end."""
     log_probs: list[LogProbs]
     prompt_log_probs: list[LogProbs]
     """Of the prompt's tokens from the second one on; empty unless `SamplingParams.prompt_logprobs` is set."""
@@ -128,6 +130,17 @@ class LLM:
         prompts = [self._render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
         return self._complete(prompts, sampling, stop, speculative=speculative)
 
+    def stream_chat(
+        self, messages: Conversation, sampling: SamplingParams | None = None, *, stop: str | Sequence[str] = ()
+    ) -> Iterator[Completion]:
+        """As `chat` for one conversation: the completion so far after each step, the last one finished.
+
+        Closing the iterator cancels the request. Raises as `chat` does.
+        """
+        [running] = requests = self._submit([self._render_chat(messages)], sampling, stop, speculative=True)
+        for _ in self._steps(requests):
+            yield running.completion()
+
     def _complete(
         self,
         prompts: list[list[int]],
@@ -136,25 +149,50 @@ class LLM:
         *,
         speculative: bool,
     ) -> list[Completion]:
+        requests = self._submit(prompts, sampling, stop, speculative=speculative)
+        for _ in self._steps(requests):
+            pass
+        return [each.completion() for each in requests]
+
+    def _submit(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        stop: str | Sequence[str],
+        *,
+        speculative: bool,
+    ) -> list[_RunningRequest]:
+        """Raises ValueError if any prompt cannot be served; then none is."""
         all_params = [self._with_ends(each) for each in _one_for_each(sampling, len(prompts))]
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ValueError("a stop string needs at least one character")
         options = SpeculativeOptions(enabled=None if speculative else False, report=True)
-        running: dict[str, _RunningRequest] = {}
+        requests = [
+            GenerationRequest(f"llm-{next(self._serial)}", prompt, params, options, stop=stops)
+            for prompt, params in zip(prompts, all_params, strict=True)
+        ]
+        running = [_RunningRequest(each, self.tokenizer) for each in requests]
         try:
-            for prompt, params in zip(prompts, all_params, strict=True):
-                request = GenerationRequest(f"llm-{next(self._serial)}", prompt, params, options, stop=stops)
-                running[request.request_id] = _RunningRequest(request, self.tokenizer)
-                self._engine.submit(request)
+            for each in requests:
+                self._engine.submit(each)
+        except BaseException:
+            self._engine.reset()
+            raise
+        return running
+
+    def _steps(self, requests: Sequence[_RunningRequest]) -> Iterator[None]:
+        """Yield after each step until all are finished; a caller that stops earlier cancels them."""
+        running = {each.request_id: each for each in requests}
+        try:
             while self._engine.busy:
                 for delta in self._engine.step():
                     if running[delta.request_id].add(delta):
                         self._engine.cancel(delta.request_id)
+                yield
         except BaseException:
             self._engine.reset()
             raise
-        return [each.completion() for each in running.values()]
 
     def _with_ends(self, params: SamplingParams) -> SamplingParams:
         """Requests end at the model's own ends, too."""
@@ -204,6 +242,7 @@ class _RunningRequest:
     """One request's output so far."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.request_id = request.request_id
         self._request = request
         self._processor = OutputProcessor(request, tokenizer)
         self._output = Delta(request.request_id)
@@ -220,13 +259,13 @@ class _RunningRequest:
         return self._processor.stopped
 
     def completion(self) -> Completion:
-        """The whole output, after the last delta."""
+        """The output so far."""
         output = self._output
-        assert output.finish_reason is not None
         return Completion(
             output.text,
-            output.tokens,
-            output.accepted,
+            output.tokens.copy(),
+            output.accepted.copy(),
+            output.offsets.copy(),
             output.finish_reason,
             output.log_probs,
             [each for part in output.prompt_log_probs for each in part.entries],

@@ -22,8 +22,10 @@ from paceline.cli.options import (
     become,
     start_errors,
 )
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SamplingParams
 from paceline.config.vllm_options import VllmOptions
+
+MODEL = "A folder with a checkpoint, a GGUF file, or a name: of a shipped model, or one of `paceline download`."
 
 main = typer.Typer(
     name="paceline",
@@ -49,7 +51,7 @@ def options(
 
 @main.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="A folder with a checkpoint, or the name of a shipped model.")] = "pydoc",
+    model: Annotated[str, typer.Argument(help=MODEL)] = "pydoc",
     speculative_config: Speculation = None,
     engine_config: Engine = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -76,6 +78,7 @@ def serve(
     """Serve a model on this machine: gateway, targets, drafts and Redis, restarted when they die."""
     from paceline.cli import deployment
     from paceline.cli import serve_command as command
+    from paceline.cli.model_download import download_models
 
     changes: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
     if verify:
@@ -101,13 +104,14 @@ def serve(
         demo_page,
     )
     with start_errors():
+        download_models(model, speculative_config)
         code = command.serve(deployment.plan_deployment(options), redis_url)
     raise typer.Exit(code)
 
 
 @main.command()
 def doctor(
-    model: Annotated[str, typer.Option(help="The target: a folder, or the name of a shipped model.")] = "pydoc",
+    model: Annotated[str, typer.Option(help=f"The target. {MODEL}")] = "pydoc",
     speculative_config: Speculations = None,
     prompts: Annotated[Path | None, typer.Option(help=".txt, one a line; or .jsonl, prompt or messages.")] = None,
     url: Annotated[str | None, typer.Option(help="Ask a running Paceline server instead.")] = None,
@@ -119,6 +123,7 @@ def doctor(
     from rich.console import Console
 
     from paceline.cli import doctor_command as command
+    from paceline.cli.model_download import download_models
 
     options = command.DoctorOptions(
         model,
@@ -130,6 +135,8 @@ def doctor(
         engine_config or EngineConfig(),
     )
     with start_errors():
+        if url is None:
+            download_models(model)
         report = command.run(Console(highlight=False), options)
     typer.echo(json.dumps(report))
     raise typer.Exit(0 if report["identical"] else 1)
@@ -169,17 +176,41 @@ main.add_typer(keys, name="keys")
 
 @main.command()
 def chat(
+    model: Annotated[str | None, typer.Argument(help=f"Chat with it here, without a server. {MODEL}")] = None,
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest output.")] = 256,
+    speculative_config: Speculation = None,
+    engine_config: Engine = None,
 ) -> None:
-    """Chat with a running server, and see which tokens were drafted."""
+    """Chat with a running server, or with a model and no server, and see which tokens were drafted."""
     from rich.console import Console
 
     from paceline.cli import chat_command as command
+    from paceline.cli.deployment import default_speculative_config
+    from paceline.cli.model_download import download_models
+
+    console = Console(highlight=False)
+    with start_errors():
+        if model is None:
+            command.run(console, url, {"temperature": temperature, "max_tokens": max_tokens})
+        else:
+            speculation = speculative_config or default_speculative_config(model)
+            download_models(model, speculation)
+            sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+            command.run_here(console, model, speculation, engine_config or EngineConfig(), sampling)
+
+
+@main.command()
+def download(
+    model: Annotated[str | None, typer.Argument(help="One of these names.")] = None,
+    fallback: Annotated[str | None, typer.Option("--or", help="What to print if it cannot be downloaded.")] = None,
+) -> None:
+    """Download a published model and print its name; without a name, list those that there are."""
+    from paceline.cli import model_download
 
     with start_errors():
-        command.run(Console(highlight=False), url, {"temperature": temperature, "max_tokens": max_tokens})
+        typer.echo("\n".join(model_download.offers()) if model is None else model_download.available(model, fallback))
 
 
 if importlib.util.find_spec(LAB) is not None:

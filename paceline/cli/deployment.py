@@ -30,6 +30,7 @@ from paceline.launcher import StartError
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model, served_name
 from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
 from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.published_models import PUBLISHED
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 30.0
@@ -41,10 +42,12 @@ TARGET, DRAFT = family.NAMES
 
 
 def default_speculative_config(model: str) -> SpeculativeConfig:
-    """The shipped target comes with a draft; for any other model no draft is known."""
+    """The shipped target comes with a draft; for any other model what its texts repeat is looked up, in its process."""
     if model == TARGET:
         return SpeculativeConfig(method="draft_model", model=DRAFT, beside=("ngram",), prompt_lookup_min=1)
-    return SpeculativeConfig()
+    if is_fake_model(model):
+        return SpeculativeConfig()
+    return SpeculativeConfig(method="suffix", beside=("ngram",), draft_placement="target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +217,9 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         model = resolve_model(options.model)
         if options.vllm is not None and is_gguf(model):
             raise StartError(f"{model} is a GGUF file, which vLLM is not given here: name a folder with safetensors")
-        speculation = _checked(options.speculation or default_speculative_config(options.model), model)
-        name = served_name(model, options.served_model_name)
+        speculation = _checked(options.speculation or _default(options), model)
+        wanted = options.served_model_name or (options.model if options.model in PUBLISHED else None)
+        name = served_name(model, wanted)
     except (ValueError, ModelNotFoundError) as error:
         raise StartError(str(error)) from error
     _check_name("--tool-call-parser", options.tool_call_parser, TOOL_FORMATS)
@@ -239,6 +243,11 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         cores=dict(zip(targets, _cores(options, model), strict=True)),
         rendezvous_ports=dict(zip(shared, free[2 * len(workers) :], strict=False)),
     )
+
+
+def _default(options: DeploymentOptions) -> SpeculativeConfig:
+    """vLLM decodes plainly unless the user says how it drafts."""
+    return SpeculativeConfig() if options.vllm is not None else default_speculative_config(options.model)
 
 
 def _numbered(device: str) -> str:

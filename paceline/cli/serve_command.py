@@ -16,6 +16,7 @@ from rich.text import Text
 
 from paceline.cli.deployment import Deployment
 from paceline.cli.local_stack import LocalStack, running_stack
+from paceline.cli.model_download import offers
 from paceline.cli.supervisor import Supervisor
 from paceline.family import NAMES
 from paceline.telemetry.logs import LineFormatter
@@ -102,6 +103,9 @@ def _announce(stack: LocalStack) -> None:
     typer.echo(f"  {deployment.url}/          the playground\n  {deployment.url}/operator  workers, queues, acceptance")
     typer.echo("\nOr from a terminal:")
     typer.echo(f"  curl {deployment.url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n")
+    if deployment.served_model_name == NAMES[0]:
+        typer.echo("Other models are downloaded once: `paceline serve NAME`, or name a GGUF file or a folder of yours")
+        typer.echo("".join(f"  {offer}\n" for offer in offers()))
 
 
 def _log_to(console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import groupby
+from typing import Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -15,6 +16,17 @@ BONUS = "bold yellow"
 LEGEND = Text.assemble(("drafted and accepted", ACCEPTED), " · ", ("the target's own", BONUS))
 
 
+class Completion(Protocol):
+    """A completion so far, of a server or of `paceline.LLM`. Token i covers the characters from `offsets[i]` on."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def accepted(self) -> list[bool]: ...
+    @property
+    def offsets(self) -> list[int]: ...
+
+
 class TokenPainter:
     """Prints a completion while it grows. Call it with the completion after every chunk."""
 
@@ -22,7 +34,7 @@ class TokenPainter:
         self._console = console
         self._shown = 0
 
-    def __call__(self, completion: HttpCompletion) -> None:
+    def __call__(self, completion: Completion) -> None:
         new = range(self._shown, len(completion.text))
         for style, offsets in groupby(new, lambda offset: _style(completion, offset)):
             text = "".join(completion.text[offset] for offset in offsets)
@@ -30,17 +42,25 @@ class TokenPainter:
         self._shown = len(completion.text)
 
 
-def summary(completion: HttpCompletion) -> str:
-    """The speed and acceptance of a completion, in one line."""
-    stats = completion.speculation
-    speed = f"{len(completion.tokens)} tokens, {completion.tokens_per_s:.0f} tokens/s"
-    if not stats.get("verifications"):
+def summary(completion: Completion, seconds: float, verifications: int) -> str:
+    """The speed and acceptance of a completion, in one line. `seconds`: the target's, from arrival to the last token.
+
+    `verifications`: passes that verified draft tokens.
+    """
+    tokens, accepted = len(completion.accepted), sum(completion.accepted)
+    speed = f"{tokens} tokens, {tokens / seconds:.0f} tokens/s"
+    if not verifications:
         return f"{speed}, decoded plainly"
-    length = f"acceptance length {stats['acceptance_length']:.2f} without the bonus token"
-    return f"{speed} · {stats['accepted_tokens']} accepted, {length}"
+    length = f"acceptance length {accepted / verifications:.2f} without the bonus token"
+    return f"{speed} · {accepted} accepted, {length}"
 
 
-def _style(completion: HttpCompletion, offset: int) -> str:
+def served_summary(completion: HttpCompletion) -> str:
+    """`summary` of a server's completion, on the target's clock."""
+    return summary(completion, completion.timings["total_s"], completion.speculation.get("verifications", 0))
+
+
+def _style(completion: Completion, offset: int) -> str:
     """The style of the character at `offset`: that of the last token that begins at or before it."""
     token = bisect_right(completion.offsets, offset) - 1
     return ACCEPTED if 0 <= token < len(completion.accepted) and completion.accepted[token] else BONUS

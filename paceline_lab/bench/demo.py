@@ -48,7 +48,7 @@ from paceline.cli.http_client import HttpClient, HttpCompletion, open_client
 from paceline.cli.local_stack import ready_stack
 from paceline.cli.process_tree import tree_pss_mb
 from paceline.cli.progress import progress, results_kept_on_interrupt
-from paceline.cli.token_colours import LEGEND, TokenPainter, summary
+from paceline.cli.token_colours import LEGEND, TokenPainter, served_summary
 from paceline_lab.bench.bench_measurement import Measurement
 from paceline_lab.bench.workloads import Workload, workloads
 
@@ -230,7 +230,7 @@ async def _run(client: HttpClient, console: Console, runs: DemoRuns, repetitions
     sampling = {"temperature": temperature, "seed": SEED, "max_tokens": MAX_TOKENS}
     bodies = [body | sampling for body in runs.workload.bodies]
     shown = await client.stream(path, bodies[0], TokenPainter(console))
-    console.print(f"\n\n[dim]{summary(shown)}[/dim]")
+    console.print(f"\n\n[dim]{served_summary(shown)}[/dim]")
     with progress(console, "prompts, plain and speculative in turns", len(bodies)) as done:
         for prompt, body in enumerate(bodies):
             await client.stream(path, body)  # fills the prefix cache

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 from paceline.cli import main, process_tree
 from paceline.cli.http_client import HttpCompletion
 from paceline.cli.progress import progress, results_kept_on_interrupt
-from paceline.cli.token_colours import ACCEPTED, BONUS, TokenPainter, summary
+from paceline.cli.token_colours import ACCEPTED, BONUS, TokenPainter, served_summary
 from paceline.doctor.default_prompts import CODE_FILES, code_prompts
 from paceline_lab.bench import control_plane
 from paceline_lab.bench.demo import DemoRuns
@@ -25,7 +27,7 @@ from paceline_lab.simulation import capacity_plan as planning
 from paceline_lab.simulation.pair_simulation import SimulatedPair
 from paceline_lab.training.family.stdlib_corpus import HELD_OUT
 
-COMMANDS = ("serve", "gateway", "target", "draft", "chat", "demo", "bench", "train", "plan", "doctor")
+COMMANDS = ("serve", "gateway", "target", "draft", "chat", "demo", "bench", "train", "plan", "doctor", "download")
 
 
 def test_help_names_every_command_and_loads_nothing_heavy() -> None:
@@ -50,6 +52,9 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
         (["serve", "--target-workers", "0"], "target-workers"),
         (["chat", "--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
         (["chat", "--url", "http://127.0.0.1:1"], "paceline serve"),
+        (["chat", "/nowhere"], "/nowhere cannot be loaded: no model at /nowhere"),
+        (["chat", "pydoc-eagle3"], "pydoc-eagle3 cannot be loaded"),
+        (["download", "llama"], "llama is no published model: there are smollm2-135m-instruct, "),
         (["doctor", "--prompts", "/nowhere.txt"], "cannot be read"),
         (["doctor", "--model", "/nowhere"], "no model at /nowhere"),
         (["doctor", "--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
@@ -59,6 +64,22 @@ def test_a_wrong_option_is_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())  # typer prints it in a box
+
+
+def test_a_chat_without_a_server() -> None:
+    questions = "What does json.dumps do?\nAnd json.loads?\n"
+    result = CliRunner().invoke(main, ["chat", "pydoc", "--max-tokens", "9", "--temperature", "0"], input=questions)
+    assert result.exit_code == 0
+    assert len(re.findall(r"9 tokens, \d+ tokens/s", result.output)) == 2
+
+
+def test_what_cannot_be_downloaded_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    result = CliRunner().invoke(main, ["download", "smollm2-135m-instruct", "--or", "pydoc"])
+    assert (result.exit_code, result.stdout) == (0, "pydoc\n")
+    assert "pydoc takes its place" in result.stderr
+    assert CliRunner().invoke(main, ["serve", "smollm2-135m-instruct"]).exit_code == 2
 
 
 def test_ctrl_c_ends_the_measurement_only() -> None:
@@ -131,9 +152,10 @@ def test_text_takes_the_colour_of_its_token() -> None:
 
 def test_a_summary_of_plain_and_speculative_decoding() -> None:
     answer = HttpCompletion(tokens=[1, 2, 3], timings={"total_s": 1.0}, speculation={"verifications": 0})
-    assert summary(answer) == "3 tokens, 3 tokens/s, decoded plainly"
-    answer.speculation = {"verifications": 2, "accepted_tokens": 1, "acceptance_length": 0.5}
-    assert "1 accepted, acceptance length 0.50" in summary(answer)
+    answer.accepted = [False, True, False]
+    assert served_summary(answer) == "3 tokens, 3 tokens/s, decoded plainly"
+    answer.speculation = {"verifications": 2}
+    assert "1 accepted, acceptance length 0.50" in served_summary(answer)
 
 
 def test_prompts_are_text_that_training_never_saw() -> None:

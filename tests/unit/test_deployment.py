@@ -22,8 +22,10 @@ from paceline.cli.deployment import (
 )
 from paceline.cli.supervised_process import Program
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config.vllm_options import VllmOptions
 from paceline.host_port import LISTENING_PORTS
 from paceline.launcher import StartError
+from tests.helpers.checkpoints import save_checkpoint
 
 REDIS = "redis://127.0.0.1:6379/0"
 FEW = SpeculativeConfig(method="draft_model", model="table:3", vocabulary_mapping="intersection")
@@ -107,6 +109,14 @@ def test_the_shipped_model_comes_with_its_draft() -> None:
     speculation = plan_deployment(DeploymentOptions()).speculation
     assert speculation.method == "draft_model"
     assert Path(str(speculation.model)).name == "pydoc-draft"
+
+
+def test_any_other_model_looks_up_what_its_texts_repeat(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    deployment = plan_deployment(DeploymentOptions(str(folder)))
+    assert (deployment.speculation.method, deployment.drafts) == ("suffix", {})
+    assert not plan_deployment(DeploymentOptions(str(folder), vllm=VllmOptions())).speculation.enabled
+    assert not plan_deployment(DeploymentOptions("table:64")).speculation.enabled
 
 
 def test_a_draft_has_its_own_context_and_device() -> None:

@@ -37,6 +37,10 @@ def one(llm: LLM, sampling: SamplingParams = GREEDY, prompt: Prompt = PROMPT, **
     return completion
 
 
+def text_of_each(tokens: list[int]) -> list[str]:
+    return [text_of(tokens[: i + 1])[len(text_of(tokens[:i])) :] for i in range(len(tokens))]
+
+
 def text_of(tokens: list[int]) -> str:
     return Detokenizer(Tokenizer.load("table:64")).feed(tokens)
 
@@ -83,6 +87,29 @@ class TestPrompts:
         several = llm.chat([conversation, [{"role": "user", "content": "7"}]], GREEDY)
         assert [c.tokens for c in several] == [answer.tokens, one(llm, prompt="7").tokens]
         assert llm.chat([]) == []
+
+
+class TestStreaming:
+    CONVERSATION = ({"role": "user", "content": PROMPT},)
+
+    def test_a_stream_ends_with_the_whole_answer(self, llm: LLM) -> None:
+        parts = list(llm.stream_chat(self.CONVERSATION, GREEDY))
+        [whole] = llm.chat(self.CONVERSATION, GREEDY)
+        assert (parts[-1].tokens, parts[-1].text, parts[-1].finish_reason) == (whole.tokens, whole.text, "length")
+        assert len(parts) > 2
+        for part, later in itertools.pairwise(parts):
+            assert part.finish_reason is None
+            assert len(part.tokens) < len(later.tokens)
+            assert later.tokens[: len(part.tokens)] == part.tokens
+            assert later.text.startswith(part.text)
+        assert [whole.text[start] for start in whole.offsets] == [part[0] for part in text_of_each(whole.tokens)]
+
+    def test_a_stream_that_is_closed_leaves_nothing_behind(self, llm: LLM) -> None:
+        stream = llm.stream_chat(self.CONVERSATION, GREEDY)
+        next(stream)
+        stream.close()
+        assert not llm._engine.busy
+        assert one(llm).tokens == llm.chat(self.CONVERSATION, GREEDY)[0].tokens
 
 
 def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
