@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from paceline.gguf.gguf_file import GgufError, GgufFile
 
-PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite"})
 """transformers' model types whose matrices can be computed as the file has them."""
-PACKED_ROPE_TYPES = frozenset({"default", "linear", "llama3"})
 DEFAULT_BASE = 10000.0
 """llama.cpp's base of rotary frequencies, where a file names none."""
 LLAMA3_LENGTH, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
@@ -46,8 +45,7 @@ class GgufSettings(SimpleNamespace):
 
 def is_packed_kind(config: Mapping[str, Any]) -> bool:
     """Whether native code computes this model with matrices as the file has them. `config`: `transformers_config`'s."""
-    rope = config.get("rope_parameters") or {}
-    return config.get("model_type") in PACKED_MODEL_TYPES and rope.get("rope_type") in PACKED_ROPE_TYPES
+    return config.get("model_type") in PACKED_MODEL_TYPES
 
 
 def transformers_config(file: GgufFile) -> dict[str, Any]:

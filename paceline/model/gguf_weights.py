@@ -75,6 +75,11 @@ class GgufWeights:
         parts = [dequantized(self._file.tensor(each), exact) for each in source.names]
         return self._changed(source.change, parts).to(dtype)
 
+    def stored(self, name: str) -> Tensor:
+        """A norm or a bias as the file has it, float32: of Gemma's norms what rows are multiplied by."""
+        [stored] = self.sources[name].names
+        return dequantized(self._file.tensor(stored), torch.float32)
+
     def quantized(self, name: str) -> QuantizedWeight | None:
         """A matrix of transformers in the file's blocks; None if the file has it in floats."""
         source = self.sources[name]

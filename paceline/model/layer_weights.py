@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,32 @@ class QuantizedWeight:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __getitem__(self, rows: slice) -> QuantizedWeight:
+        """Some rows."""
+        data = self.data[rows]
+        return QuantizedWeight(self.type, (len(data), self.shape[1]), data)
+
 
 Weight = Tensor | QuantizedWeight
 
 
 W = TypeVar("W", bound=Weight)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTables:
+    """Cosines and sines, float32 [positions, rotated elements of a head / 2]."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    @classmethod
+    def of(cls, module: Any, positions: int) -> RotaryTables:
+        """The tables of a transformers rotary embedding for half-split heads."""
+        like = torch.zeros(1, device=module.inv_freq.device)
+        cosines, sines = module(like, torch.arange(positions, device=like.device).unsqueeze(0))
+        half = cosines.shape[-1] // 2
+        return cls(cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous())
 
 
 @dataclass(frozen=True)  # with slots, `LayerWeights[Tensor](...)` fails: typing sets an attribute (Python 3.11)
@@ -58,8 +79,13 @@ class LayerWeights(Generic[W]):
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    """Of what attention and MLP add to the residual stream; by native code only."""
     window: int = 0
     """Positions that a row sees, including its own; 0: all."""
+    rotary: RotaryTables | None = None
+    """None: the network's; by native code only."""
 
 
 DecoderLayerWeights = LayerWeights[Tensor]
@@ -84,16 +110,16 @@ class StateFusion:
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryTables:
-    """Cosines and sines, float32 [positions, head size / 2]."""
+class LayerVariant:
+    """What some kinds do otherwise than Llama, by native code only."""
 
-    cosines: Tensor
-    sines: Tensor
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    """Of every embedding."""
+    residual_scale: float = 1.0
+    """Of what attention and MLP add."""
+    softcap: float = 0.0
+    """Limit of attention's scores, by tanh; 0: none."""
 
-    @classmethod
-    def of(cls, module: Any, positions: int) -> RotaryTables:
-        """The tables of a transformers rotary embedding for half-split heads."""
-        like = torch.zeros(1, device=module.inv_freq.device)
-        cosines, sines = module(like, torch.arange(positions, device=like.device).unsqueeze(0))
-        half = cosines.shape[-1] // 2
-        return cls(cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous())
+
+LLAMA = LayerVariant()

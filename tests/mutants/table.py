@@ -618,6 +618,27 @@ MUTANTS = (
         QUANTISED,
     ),
     Mutant(
+        "a layer of another kind than Llama adds what is not normed",
+        "paceline/model/native/network.hpp",
+        "norm_row(&partial_[(size_t)row * hidden_], norm, row_sum);",
+        "norm_row(&partial_[(size_t)row * hidden_], {}, row_sum);",
+        ("exactness/test_gguf_model.py",),
+    ),
+    Mutant(
+        "sliding layers of a packed model rotate as full ones do",
+        "paceline/model/gguf_model.py",
+        "return [tables[kind] for kind in kinds]",
+        "return [tables[kinds[-1]] for _ in kinds]",
+        ("exactness/test_gguf_model.py",),
+    ),
+    Mutant(
+        "the third of the matrices in one begins where the second does",
+        "paceline/model/gguf_model.py",
+        "start = sum(sizes[other] for other in before[: before.index(field)])",
+        "start = sum(sizes[other] for other in before[: before.index(field)][:1])",
+        ("exactness/test_gguf_model.py",),
+    ),
+    Mutant(
         "packed rows of q and k stay in the file's order",
         "paceline/model/gguf_weights.py",
         "tensor.data if source.change is Change.NONE else tensor.data[self._row_order(source.change)]",

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from paceline.model.attention import Heads, KVCache
 from paceline.model.layer_weights import (
+    LLAMA,
     AllReduce,
+    LayerVariant,
     LayerWeights,
     QuantizedWeight,
     RotaryTables,
@@ -50,10 +52,11 @@ class _LayerSpec(ctypes.Structure):
     VECTORS = (
         *("input_norm", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
         *("output_bias", "inner_norm", "gate_bias", "up_bias", "down_bias"),
+        *("attention_out_norm", "mlp_out_norm"),
     )
     _fields_ = (
         *((name, _Weights) for name in MATRICES),
-        *((name, Pointer) for name in VECTORS),
+        *((name, Pointer) for name in (*VECTORS, "cosines", "sines")),
         ("window", ctypes.c_int32),
         ("input_width", ctypes.c_int32),
     )
@@ -62,12 +65,11 @@ class _LayerSpec(ctypes.Structure):
 class _NetworkSpec(ctypes.Structure):
     INTEGERS = (
         *("is_bf16", "layers", "hidden", "inner", "query_heads", "key_value_heads", "head_size", "head_width"),
-        *("positions", "vocabulary", "has_states", "norms_residual"),
+        *("positions", "vocabulary", "has_states", "norms_residual", "rotary_size", "is_gelu"),
     )
     _fields_ = (
         *((name, ctypes.c_int32) for name in INTEGERS),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-        *((name, Pointer) for name in ("cosines", "sines")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "embedding_scale", "residual_scale")),
         *((name, _Weights) for name in ("embedding", "head", "projection")),
         *((name, Pointer) for name in ("norm", "token_norm", "state_norm", "projection_bias", "cache")),
         ("slots", ctypes.c_int64),
@@ -106,11 +108,13 @@ class NativeNetwork:
         head: Weight | None = None,
         sums: AllReduce | None = None,
         fusion: StateFusion | None = None,
+        variant: LayerVariant = LLAMA,
         layer_packed: Callable[[], None] = lambda: None,
     ) -> None:
         """Weights are copied, except the embedding [vocabulary, hidden]. `cache`: heads have `head_width`. `scale`: of
         scores. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the sum over the ranks that share the layers.
-        `fusion`: passes have states, too. `layer_packed` is called when a layer's weights have been copied.
+        `fusion`: passes have states, too. `variant`: with `fusion` or `sums` only Llama's. `layer_packed` is called
+        when a layer's weights have been copied.
 
         Raises `NativeUnavailableError`.
         """
@@ -121,10 +125,13 @@ class NativeNetwork:
         self._failure: Exception | None = None
         callback = _SUM(self._add_up) if sums is not None else None
         packed = _LAYER_PACKED(layer_packed)
-        self._kept_alive = (rotary, embedding, cache, callback)  # the network reads them in place
+        tables = [layer.rotary or rotary for layer in layers]
+        self._kept_alive = (tables, embedding, cache, callback)  # the network reads them in place
         fused, layers = (StateFusion(), layers) if fusion is None else _padded_fusion(fusion, layers, hidden)
         kept = _Addresses()  # until the network has copied the weights
-        specs = (_LayerSpec * len(layers))(*(kept.layer(layer) for layer in layers))
+        specs = (_LayerSpec * len(layers))(
+            *(kept.layer(layer, each) for layer, each in zip(layers, tables, strict=True))
+        )
         spec = _NetworkSpec(
             is_bf16=cache.dtype == torch.bfloat16,
             layers=len(layers),
@@ -138,10 +145,13 @@ class NativeNetwork:
             vocabulary=self._vocabulary,
             has_states=fusion is not None,
             norms_residual=fused.norms_residual,
+            rotary_size=2 * rotary.cosines.shape[1],
+            is_gelu=variant.activation == "gelu_tanh",
             eps=eps,
             scale=scale,
-            cosines=address(rotary.cosines),
-            sines=address(rotary.sines),
+            softcap=variant.softcap,
+            embedding_scale=variant.embedding_scale,
+            residual_scale=variant.residual_scale,
             embedding=kept.weights(embedding),
             head=kept.weights(head),
             projection=kept.weights(fused.projection),
@@ -219,10 +229,11 @@ class _Addresses:
     def __init__(self) -> None:
         self._kept: list[Weight] = []
 
-    def layer(self, layer: LayerWeights[Any]) -> _LayerSpec:
+    def layer(self, layer: LayerWeights[Any], rotary: RotaryTables) -> _LayerSpec:
         matrices = (self.weights(getattr(layer, name)) for name in _LayerSpec.MATRICES)
         vectors = (self.vector(getattr(layer, name)) for name in _LayerSpec.VECTORS)
-        return _LayerSpec(*matrices, *vectors, layer.window, layer.query.shape[1])
+        tables = address(rotary.cosines), address(rotary.sines)
+        return _LayerSpec(*matrices, *vectors, *tables, layer.window, layer.query.shape[1])
 
     def weights(self, matrix: Weight | None) -> _Weights:
         if isinstance(matrix, QuantizedWeight):

@@ -5,6 +5,9 @@
 //   x += down( silu(gate(norm(x))) * up(norm(x)) )
 //   logits = head( norm(x) )                                    of the wanted rows
 //
+// Variants: the embedding is scaled; what is added to x is normed, or scaled; GELU in place of SiLU; a layer has rotary
+// tables of its own; only the first elements of a head are rotated; scores are capped.
+//
 // With a given state in each row, j = [norm(embedding); norm(state)]. Either x = projection(j), or x is the state, normed
 // or not, and the first layer's attention takes j in place of norm(x).
 //
@@ -27,6 +30,8 @@ struct LayerSpec {  // part of the C interface; null for a missing one
     Weights query, key, value, output, gate, up, down;
     const float *input_norm, *query_bias, *key_bias, *value_bias, *query_norm, *key_norm;
     const float *output_bias, *inner_norm, *gate_bias, *up_bias, *down_bias;
+    const float *attention_out_norm, *mlp_out_norm;  // of what is added to x
+    const float *cosines, *sines;                    // [positions, rotary size / 2]
     int32_t window;        // 0: none
     int32_t input_width;   // of attention: H, or twice H padded
 };
@@ -34,8 +39,8 @@ struct LayerSpec {  // part of the C interface; null for a missing one
 struct NetworkSpec {  // part of the C interface
     int32_t is_bf16, layers, hidden, inner, query_heads, key_value_heads, head_size, head_width, positions, vocabulary;
     int32_t has_states, norms_residual;       // whether rows have states; whether x is the normed state
-    float eps, scale;
-    const float *cosines, *sines;             // [positions, head size / 2]
+    int32_t rotary_size, is_gelu;             // elements of a head that are rotated; whether GELU is in place of SiLU
+    float eps, scale, softcap, embedding_scale, residual_scale;  // softcap: of scores, 0: none
     Weights embedding, head, projection;      // [vocabulary, H] each, [H, twice H padded]; null for a missing one
     const float *norm, *token_norm, *state_norm, *projection_bias;  // [H], or null
     void* cache;                              // [layers, slots, 2 * key-value heads, head width]
@@ -74,11 +79,14 @@ class Network : public AnyNetwork {
           inner_(padded(spec.inner, LANES)),
           attended_(spec.query_heads * spec.head_width),
           arenas_(pool.parts()) {
+        phases_.push_back({BEGIN, 0});
         for (int l = 0; l < spec.layers; l++) {
+            add_phases(l, layers[l]);
             layers_.emplace_back(*this, pool, layers[l]);
             takes_quantised_ |= layers_[l].output.has_quantised() || layers_[l].down.has_quantised();
             spec.layer_packed();
         }
+        phases_.push_back({FINISH, spec.layers});
         token_norm_ = vector_of(spec.token_norm, spec.hidden, hidden_);
         state_norm_ = vector_of(spec.state_norm, spec.hidden, hidden_);
         if (spec.projection.data)
@@ -93,12 +101,12 @@ class Network : public AnyNetwork {
         reserve(pass.rows.count);
         chunks_ = chunks_of(pass.rows, Attention<T>::most_rows(heads_));
         for (auto& scratch : scratch_) scratch->normed = -1;
-        const int phases = FIRST + PER_LAYER * spec_.layers + 1;
+        const int phases = (int)phases_.size();
         if (!spec_.sum) return pool.run(phases, [&](int phase, int part, int thread) { step(phase, part, thread); });
         for (int phase = 0; phase < phases; phase++) {
             pool.run(1, [&](int, int part, int thread) { step(phase, part, thread); });
-            int kind = (phase - FIRST) % PER_LAYER;
-            if (phase >= FIRST && phase < phases - 1 && (kind == OUTPUT || kind == DOWN)) add_sum(phase, kind);
+            const auto [kind, layer] = phases_[phase];
+            if (kind == OUTPUT || kind == DOWN) add_sum(layers_[layer], kind);
         }
     }
 
@@ -117,14 +125,28 @@ class Network : public AnyNetwork {
     }
 
    private:
-    enum { FIRST = 1, PER_LAYER = 5, HEADS = 0, ATTEND = 1, OUTPUT = 2, INNER = 3, DOWN = 4 };  // phases
+    enum Kind { BEGIN, HEADS, ATTEND, OUTPUT, ADD_OUTPUT, INNER, DOWN, ADD_DOWN, FINISH };
+    struct Phase {
+        Kind kind;
+        int layer;
+    };
+
+    // Sums over ranks are added to x by `add_sum`, norms and scales in a phase of their own, all others by the product.
+    void add_phases(int layer, const LayerSpec& s) {
+        adds_apart_ |= s.attention_out_norm || s.mlp_out_norm || spec_.residual_scale != 1.0f;
+        const Kind all[] = {HEADS, ATTEND, OUTPUT, ADD_OUTPUT, INNER, DOWN, ADD_DOWN};
+        for (Kind kind : all)
+            if (adds_apart_ || (kind != ADD_OUTPUT && kind != ADD_DOWN)) phases_.push_back({kind, layer});
+    }
 
     struct Layer {
-        Layer(Network& n, ThreadPool& pool, const LayerSpec& s) : window(s.window) {
+        Layer(Network& n, ThreadPool& pool, const LayerSpec& s) : cosines(s.cosines), sines(s.sines), window(s.window) {
             const NetworkSpec& spec = n.spec_;
             const int head = spec.head_size, width = spec.head_width;
             input_norm = vector_of(s.input_norm, spec.hidden, n.hidden_);
             inner_norm = vector_of(s.inner_norm, spec.hidden, n.hidden_);
+            attention_out_norm = vector_of(s.attention_out_norm, spec.hidden, n.hidden_);
+            mlp_out_norm = vector_of(s.mlp_out_norm, spec.hidden, n.hidden_);
             query_norm = vector_of(s.query_norm, head, width);
             key_norm = vector_of(s.key_norm, head, width);
             std::vector<typename Matrix<T>::Source> sources;
@@ -154,8 +176,10 @@ class Network : public AnyNetwork {
                 down_bias_after = vector_of(s.down_bias, spec.hidden, n.hidden_);
             }
         }
+        const float *cosines, *sines;
         int window;
-        std::vector<float> input_norm, inner_norm, query_norm, key_norm, output_bias_after, down_bias_after;
+        std::vector<float> input_norm, inner_norm, attention_out_norm, mlp_out_norm, query_norm, key_norm;
+        std::vector<float> output_bias_after, down_bias_after;
         Matrix<T> qkv, output, gate, up, down;
     };
 
@@ -170,12 +194,14 @@ class Network : public AnyNetwork {
 
     // One part of a phase.
     void step(int phase, int part, int thread) {
-        const int l = (phase - FIRST) / PER_LAYER, rows = pass_->rows.count;
-        if (phase < FIRST) return begin(phase, part, thread);
-        if (l == spec_.layers) return finish(phase, part, thread);
+        const auto [kind, l] = phases_[phase];
+        const int rows = pass_->rows.count;
+        if (kind == BEGIN) return begin(phase, part, thread);
+        if (kind == FINISH) return finish(phase, part, thread);
         const Layer& layer = layers_[l];
-        float* residual = spec_.sum ? partial_.data() : x_.data();
-        switch ((phase - FIRST) % PER_LAYER) {
+        const bool adds = !spec_.sum && !adds_apart_;
+        float* residual = adds ? x_.data() : partial_.data();
+        switch (kind) {
             case HEADS: {
                 tap(l, part);
                 bool joins = l == 0 && spec_.has_states && !spec_.projection.data;
@@ -187,8 +213,9 @@ class Network : public AnyNetwork {
             }
             case ATTEND: attend(layer, l, part, thread); break;
             case OUTPUT:
-                layer.output.product(part, {attended_rows_.data(), &quantised_attended_, rows}, residual, hidden_, !spec_.sum);
+                layer.output.product(part, {attended_rows_.data(), &quantised_attended_, rows}, residual, hidden_, adds);
                 break;
+            case ADD_OUTPUT: add_part(layer.attention_out_norm, part, thread); break;
             case INNER: {
                 const auto in = normed(phase, thread, layer.inner_norm, layer.gate, layer.up);
                 layer.gate.product(part, in, gate_.data(), inner_, false);
@@ -197,12 +224,25 @@ class Network : public AnyNetwork {
                 break;
             }
             case DOWN:
-                layer.down.product(part, {activated_.data(), &quantised_activated_, rows}, residual, hidden_, !spec_.sum);
+                layer.down.product(part, {activated_.data(), &quantised_activated_, rows}, residual, hidden_, adds);
                 break;
+            case ADD_DOWN: add_part(layer.mlp_out_norm, part, thread); break;
+            default: break;
         }
     }
 
-    // silu(gate) * up of the part's columns, as the input of `down`.
+    // Adds `partial_`, normed and scaled, to x: of a part's rows.
+    void add_part(const std::vector<float>& norm, int part, int thread) {
+        float* row_sum = scratch_[thread]->row.data();
+        auto [begin, end] = rows_of(part);
+        for (int row = begin; row < end; row++) {
+            float* x = &x_[(size_t)row * hidden_];
+            norm_row(&partial_[(size_t)row * hidden_], norm, row_sum);
+            for (int i = 0; i < hidden_; i++) x[i] += spec_.residual_scale * row_sum[i];
+        }
+    }
+
+    // activation(gate) * up of the part's columns, as the input of `down`.
     void activate(const Layer& layer, int part) {
         const int unit = layer.gate.columns() / layer.gate.first_unit((int)arenas_.size());
         const int begin = layer.gate.first_unit(part) * unit, end = std::min(layer.gate.first_unit(part + 1) * unit, inner_);
@@ -210,7 +250,7 @@ class Network : public AnyNetwork {
             float *gate = &gate_[(size_t)row * inner_], *up = &up_[(size_t)row * inner_];
             T* to = &activated_[(size_t)row * inner_];
             for (int i = begin; i < end; i += LANES) {
-                const Floats numbers = silu(load<Floats>(gate + i)) * load<Floats>(up + i);
+                const Floats in = load<Floats>(gate + i), numbers = (spec_.is_gelu ? gelu(in) : silu(in)) * load<Floats>(up + i);
                 if (layer.down.has_dense()) Element<T>::narrow(to + i, numbers);
                 else store(gate + i, numbers);
             }
@@ -236,8 +276,10 @@ class Network : public AnyNetwork {
     void embed(int row, float* to) const {
         const auto [data, type] = spec_.embedding;
         const size_t token = pass_->tokens[row];
-        if (type == DENSE) return widen((const T*)data + token * spec_.hidden, to);
-        dequantise(type, (const uint8_t*)data + token * file_bytes(type, spec_.hidden), spec_.hidden, to);
+        if (type == DENSE) widen((const T*)data + token * spec_.hidden, to);
+        else dequantise(type, (const uint8_t*)data + token * file_bytes(type, spec_.hidden), spec_.hidden, to);
+        if (spec_.embedding_scale != 1.0f)
+            for (int i = 0; i < spec_.hidden; i++) to[i] *= spec_.embedding_scale;
     }
     const T* state(int row) const { return (const T*)pass_->states + (size_t)row * spec_.hidden; }
     void widen(const T* from, float* to) const {
@@ -259,15 +301,15 @@ class Network : public AnyNetwork {
                 float factor = norm_factor(head, spec_.head_size, width);
                 for (int i = 0; i < width; i++) head[i] *= factor * norm[i];
             }
-            rotate(head, pass_->rows.positions[row]);
+            rotate(layer, head, pass_->rows.positions[row]);
         }
         for (int i = 0; i < width; i += LANES) Element<T>::narrow(to + i, load<Floats>(head + i));
     }
 
-    // Rotary position embedding (Su et al. 2021), the halves of a head as real and imaginary parts.
-    void rotate(float* head, int position) {
-        const int half = spec_.head_size / 2;
-        const float *cosines = spec_.cosines + (size_t)position * half, *sines = spec_.sines + (size_t)position * half;
+    // Rotary position embedding (Su et al. 2021), the halves of what is rotated as real and imaginary parts.
+    void rotate(const Layer& layer, float* head, int position) {
+        const int half = spec_.rotary_size / 2;
+        const float *cosines = layer.cosines + (size_t)position * half, *sines = layer.sines + (size_t)position * half;
         for (int i = 0; i < half; i++) {
             float a = head[i], b = head[i + half];
             head[i] = a * cosines[i] - b * sines[i];
@@ -277,7 +319,7 @@ class Network : public AnyNetwork {
 
     void attend(const Layer& layer, int l, int part, int thread) {
         const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * 2 * heads_.key_row();
-        const AttentionOptions options = {.scale = spec_.scale, .window = layer.window};
+        const AttentionOptions options = {.scale = spec_.scale, .softcap = spec_.softcap, .window = layer.window};
         const int parts = (int)arenas_.size();
         Attention<T>& attention = scratch_[thread]->attention;
         if (layer.output.has_dense())
@@ -377,10 +419,9 @@ class Network : public AnyNetwork {
     }
 
     // Adds the sum over ranks of `partial_` to x.
-    void add_sum(int phase, int kind) {
+    void add_sum(const Layer& layer, Kind kind) {
         const size_t count = (size_t)pass_->rows.count * hidden_;
         spec_.sum(partial_.data(), (int64_t)count);
-        const Layer& layer = layers_[(phase - FIRST) / PER_LAYER];
         const std::vector<float>& bias = kind == OUTPUT ? layer.output_bias_after : layer.down_bias_after;
         for (size_t i = 0; i < count; i++) x_[i] += bias.empty() ? partial_[i] : partial_[i] + bias[i % hidden_];
     }
@@ -398,7 +439,7 @@ class Network : public AnyNetwork {
         if (rows <= reserved_) return;
         reserved_ = rows;
         x_.resize((size_t)rows * hidden_);
-        if (spec_.sum) partial_.resize((size_t)rows * hidden_);
+        if (spec_.sum || adds_apart_) partial_.resize((size_t)rows * hidden_);
         projected_.resize((size_t)rows * (attended_ + 2 * spec_.key_value_heads * spec_.head_width));
         queries_.resize((size_t)rows * attended_);
         attended_rows_.resize((size_t)rows * attended_);
@@ -433,7 +474,9 @@ class Network : public AnyNetwork {
     const NetworkSpec spec_;
     const Heads heads_;
     const int hidden_, inner_, attended_;  // padded widths
+    bool adds_apart_ = false;              // whether what is added to x is normed or scaled
     bool takes_quantised_ = false;         // whether a matrix after attention or in the MLP's end does
+    std::vector<Phase> phases_;            // of a pass
     std::vector<Arena> arenas_;            // by part
     std::vector<Layer> layers_;
     std::vector<float> token_norm_, state_norm_, final_norm_;

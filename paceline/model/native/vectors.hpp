@@ -167,6 +167,8 @@ inline Floats exp_of(Floats x) {
     return p * (Floats)((exponent << 23) + 0x3f800000);
 }
 inline Floats silu(Floats x) { return x / (1.0f + exp_of(-x)); }
+// GELU's approximation by tanh (Hendrycks and Gimpel 2016): 1 + tanh(u) is 2 / (1 + e^-2u).
+inline Floats gelu(Floats x) { return x / (1.0f + exp_of(-1.5957691216f * (x + 0.044715f * x * x * x))); }
 inline Floats tanh_of(Floats x) { return 1.0f - 2.0f / (exp_of(2.0f * x) + 1.0f); }
 
 // Transposes 16 x 16 words.
