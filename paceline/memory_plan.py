@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,11 +132,15 @@ def _outlined(model: str, engine: EngineConfig) -> tuple[TargetWeights, WorkerMe
         if (packed := packed_config(resolve_model(model), engine)) is not None:
             dtype = packed_dtype(packed, engine)
             return _as_target(packed, dtype, model, engine), packed_memory(resolve_model(model), packed, engine)
-        from paceline.model.loading import outline  # a model that stays packed takes no transformers
+        from paceline.model.loading import outline  # a GGUF file that stays packed takes no transformers
+        from paceline.model.packed_checkpoint import packed_weight_bytes
 
         network: Any = outline(model, engine)
         config, dtype = network.config.get_text_config(decoder=True), next(network.parameters()).dtype
-        return _as_target(config, dtype, model, engine), model_memory(network, engine)
+        need = model_memory(network, engine)
+        if (weights := packed_weight_bytes(Path(resolve_model(model)), network, engine)) is not None:
+            need = replace(need, weights=weights)
+        return _as_target(config, dtype, model, engine), need
     except Exception:  # code of any architecture may fail in any way; loading it says what is wrong
         log.debug("%s has no outline", model, exc_info=True)
         return None

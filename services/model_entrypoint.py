@@ -39,7 +39,10 @@ def run_model_process(kind: str, serve: Callable[[Pipe, argparse.Namespace], Non
             options = pipe.receive_first(argparse.Namespace)
             logs.configure(kind, options.worker_id, options.log_level.upper())
             flags = [name for name in ("trust_remote_code", "verify") if getattr(options, name)]
-            options.engine_config = options.engine_config.model_copy(update=dict.fromkeys(flags, True))
+            changes: dict[str, object] = dict.fromkeys(flags, True)
+            if options.quantization is not None:
+                changes["quantization"] = options.quantization
+            options.engine_config = options.engine_config.model_copy(update=changes)
             torch.set_num_threads(options.engine_config.threads)
             serve(pipe, options)
         except PipeClosedError:

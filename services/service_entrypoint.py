@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, get_args
 
 from google.protobuf.descriptor import ServiceDescriptor
 from prometheus_client import CollectorRegistry
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.config_file import ConfigFileError, as_arguments, read
+from paceline.config.engine_config import Quantization
 from paceline.config.validation_messages import first_error
 from paceline.ipc.model_process import ModelProcess, model_process
 from paceline.launcher import COULD_NOT_START, FAILED, StartError
@@ -164,6 +165,7 @@ def worker_parser(kind: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--speculative-config", default="{}", metavar="JSON", type=json_option(SpeculativeConfig))
     parser.add_argument("--engine-config", default="{}", metavar="JSON", type=json_option(EngineConfig))
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="pack weights at load, for CPUs")
     parser.add_argument("--verify", action="store_true", help="compare native code with transformers first")
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there; 0: any")

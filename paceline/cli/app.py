@@ -23,6 +23,7 @@ from paceline.cli.options import (
     start_errors,
 )
 from paceline.config import EngineConfig, SamplingParams
+from paceline.config.engine_config import Quantization
 from paceline.config.vllm_options import VllmOptions
 
 MODEL = "A folder with a checkpoint, a GGUF file, or a name: of a shipped model, or one of `paceline download`."
@@ -72,6 +73,7 @@ def serve(
         bool, typer.Option("--demo-page", help="A button on the page kills a draft worker: the text goes on.")
     ] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
+    quantization: Annotated[Quantization | None, typer.Option(help="Pack weights at load, for CPUs.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare native code with transformers first.")] = False,
     config: Config = None,
 ) -> None:
@@ -83,6 +85,8 @@ def serve(
     changes: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
     if verify:
         changes["verify"] = True
+    if quantization is not None:
+        changes["quantization"] = quantization
     if tensor_parallel_size is not None:
         changes["tensor_parallel_size"] = tensor_parallel_size
     if engine is not EngineName.VLLM and vllm_options is not None:

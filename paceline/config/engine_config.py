@@ -9,12 +9,16 @@ from pydantic import Field, NonNegativeInt
 from paceline.config.settings import Settings
 
 UNPLANNED_SLOTS = 16384
+Quantization = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 
 
 class EngineConfig(Settings):
     """The engine of one target or draft worker."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as the checkpoint says")
+    quantization: Quantization | None = Field(
+        None, description="pack a model's matrices at load into this block type of GGUF, for a CPU; None: as stored"
+    )
     device: str = "cpu"
     tensor_parallel_size: int = Field(1, ge=1, description="ranks: processes that share one model")
     rendezvous: str | None = Field(

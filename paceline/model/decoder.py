@@ -235,7 +235,6 @@ class LlamaModel(TransformersModel):
 def layer_of(layer: Any) -> DecoderLayerWeights:
     """The weights of transformers' Llama layer."""
     attention, mlp = layer.self_attn, layer.mlp
-    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     products: dict[str, Any] = {
         "query": attention.q_proj,
         "key": attention.k_proj,
@@ -254,7 +253,13 @@ def layer_of(layer: Any) -> DecoderLayerWeights:
     tensors: dict[str, Any] = {name: module.weight for name, module in products.items()}
     tensors |= {f"{name}_bias": module.bias for name, module in products.items()}
     tensors |= {name: None if module is None else module.weight for name, module in norms.items()}
-    return DecoderLayerWeights(**tensors, window=int(window or 0))
+    return DecoderLayerWeights(**tensors, window=window_of(layer))
+
+
+def window_of(layer: Any) -> int:
+    """Positions that transformers' Llama layer sees; 0: all."""
+    attention = layer.self_attn
+    return int(getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)) or 0)
 
 
 def check_against_transformers(run: RunLogits, tokens: Sequence[int], expected: Reference, dtype: torch.dtype) -> None:

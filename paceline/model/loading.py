@@ -83,7 +83,7 @@ def outline(name: str, config: EngineConfig) -> nn.Module:
     chosen = _tower_config(whole, text) if _is_tower(whole, text) else whole
     with torch.device("meta"):
         network: nn.Module = AutoModelForCausalLM.from_config(
-            chosen, dtype=_dtype(whole, config), trust_remote_code=trusted
+            chosen, dtype=dtype_of(whole, config), trust_remote_code=trusted
         )
     return network
 
@@ -133,7 +133,7 @@ def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> 
     path = Path(resolve_model(name))
     with load_phase("weights read"):
         network = _read(path, config, sharding)
-    eos_token_ids = _eos_token_ids(path, network)
+    eos_token_ids = end_tokens(path, network)
     with load_phase("network built"):
         return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
 
@@ -156,7 +156,7 @@ def build(
     set_up_transformers()
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     network = network.to(_device(config.device)).eval().requires_grad_(False)
-    positions = _positions(settings, name, config.max_model_len)
+    positions = positions_of(settings, name, config.max_model_len)
     max_model_len = config.max_model_len or positions
     fix_rope_frequencies(network, max_model_len)
     try:
@@ -185,7 +185,7 @@ def build(
     return model
 
 
-def _positions(settings: Any, name: str, max_model_len: int | None) -> int:
+def positions_of(settings: Any, name: str, max_model_len: int | None) -> int:
     """A model's positions; `max_model_len` if its configuration does not say. Raises ValueError if neither says, or if
     there are fewer than `max_model_len`."""
     configured = int(getattr(settings, "max_position_embeddings", None) or 0)
@@ -214,10 +214,10 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
     try:
         config = model_config(path, engine.device, trust_remote_code=trusted)
         if is_gguf(path):
-            return read_gguf(path, config, _dtype(config, engine))
+            return read_gguf(path, config, dtype_of(config, engine))
         text = config.get_text_config(decoder=True)
         _check_layers(str(path), text)  # before many gigabytes are read
-        dtype = _dtype(config, engine)
+        dtype = dtype_of(config, engine)
         tower = _is_tower(config, text)
         if tower:
             options["key_mapping"] = TEXT_KEY_MAPPING
@@ -252,7 +252,7 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
         raise ValueError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
-    if unknown := sorted(key for key in report["unexpected_keys"] if not _is_harmless(key, text, tower=tower)):
+    if unknown := sorted(key for key in report["unexpected_keys"] if not is_harmless(key, text, tower=tower)):
         raise ValueError(
             f"the model in {path} has weights that {type(network).__name__} does not have "
             f"({', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}); without them its output would be wrong: "
@@ -308,7 +308,7 @@ def _tower_config(whole: Any, text: Any) -> Any:
     return AutoConfig.for_model(**settings)
 
 
-def _is_harmless(key: str, settings: Any, *, tower: bool) -> bool:
+def is_harmless(key: str, settings: Any, *, tower: bool) -> bool:
     """Whether the model computes the same without this tensor. `tower`: it is the text model of a multimodal one."""
     if IGNORED_WEIGHTS.search(key) or (tower and NON_TEXT_WEIGHTS.search(key)):
         return True
@@ -317,7 +317,7 @@ def _is_harmless(key: str, settings: Any, *, tower: bool) -> bool:
     return layer is not None and int(layer[1]) >= settings.num_hidden_layers and bool(mtp)
 
 
-def _dtype(config: Any, engine: EngineConfig) -> torch.dtype:
+def dtype_of(config: Any, engine: EngineConfig) -> torch.dtype:
     """The dtype of weights, keys and values. Raises ValueError for float16 on a CPU."""
     on_cpu = _device(engine.device).type == "cpu"
     if engine.dtype != "auto":
@@ -351,7 +351,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _eos_token_ids(path: Path, network: nn.Module) -> list[int]:
+def end_tokens(path: Path, network: nn.Module) -> list[int]:
     """From generation_config.json, else from the model's configuration; of a GGUF file, all that end an answer."""
     if is_gguf(path):
         return gguf_tokenizer.eos_token_ids(GgufFile.open(path))

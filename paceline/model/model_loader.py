@@ -42,8 +42,9 @@ def load(name: str, config: EngineConfig) -> Model:
 
 def _load_checkpoint(name: str, config: EngineConfig) -> Model:
     from paceline.model.loading import load_checkpoint
+    from paceline.model.packed_checkpoint import load_packed_checkpoint
 
-    return load_checkpoint(name, config)
+    return load_packed_checkpoint(name, config) or load_checkpoint(name, config)
 
 
 def limit_torch_threads(model: Model) -> None:

@@ -40,6 +40,7 @@ FLASH = ("unit/test_paged_attention.py",)
 TRITON = ("unit/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
+PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
 DEQUANTISED = ("unit/test_gguf_names.py", "unit/test_gguf_config.py")
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
@@ -637,6 +638,27 @@ MUTANTS = (
         "start = sum(sizes[other] for other in before[: before.index(field)])",
         "start = sum(sizes[other] for other in before[: before.index(field)][:1])",
         ("exactness/test_gguf_model.py",),
+    ),
+    Mutant(
+        "native: a layer gets the weights of the one before",
+        "paceline/model/native/native_network.py",
+        "self._give(self._layers[self._done])",
+        "self._give(self._layers[self._done - 1])",
+        PACKED_FOLDERS,
+    ),
+    Mutant(
+        "matrices packed at load have codes by the scale of the first block",
+        "paceline/model/block_quantization.py",
+        "inverse = torch.where(scale == 0, 0, 1 / scale)",
+        "inverse = torch.where(scale == 0, 0, 1 / scale[:, :1])",
+        PACKED_FOLDERS,
+    ),
+    Mutant(
+        "packed layers that slide see all positions",
+        "paceline/model/packed_checkpoint.py",
+        "[window_of(layer) for layer in base.layers]",
+        "[0 for layer in base.layers]",
+        PACKED_FOLDERS,
     ),
     Mutant(
         "packed rows of q and k stay in the file's order",

@@ -114,7 +114,7 @@ class NativeNetwork:
         """Weights are copied, except the embedding [vocabulary, hidden]. `cache`: heads have `head_width`. `scale`: of
         scores. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the sum over the ranks that share the layers.
         `fusion`: passes have states, too. `variant`: with `fusion` or `sums` only Llama's. `layer_packed` is called
-        when a layer's weights have been copied.
+        when a layer's weights have been copied. `layers` may read a layer when it is asked for: one is kept at a time.
 
         Raises `NativeUnavailableError`.
         """
@@ -124,19 +124,16 @@ class NativeNetwork:
         self._sums = sums
         self._failure: Exception | None = None
         callback = _SUM(self._add_up) if sums is not None else None
-        packed = _LAYER_PACKED(layer_packed)
-        tables = [layer.rotary or rotary for layer in layers]
-        self._kept_alive = (tables, embedding, cache, callback)  # the network reads them in place
         fused, layers = (StateFusion(), layers) if fusion is None else _padded_fusion(fusion, layers, hidden)
         kept = _Addresses()  # until the network has copied the weights
-        specs = (_LayerSpec * len(layers))(
-            *(kept.layer(layer, each) for layer, each in zip(layers, tables, strict=True))
-        )
+        feed = _LayerFeed(layers, rotary, layer_packed)
+        packed = _LAYER_PACKED(feed.packed)
+        self._kept_alive = (feed.tables, embedding, cache, callback)  # the network reads them in place
         spec = _NetworkSpec(
             is_bf16=cache.dtype == torch.bfloat16,
             layers=len(layers),
             hidden=hidden,
-            inner=len(layers[0].gate),
+            inner=feed.inner,
             query_heads=heads.kv_heads * heads.queries_per_kv,
             key_value_heads=heads.kv_heads,
             head_size=heads.head_size,
@@ -164,7 +161,8 @@ class NativeNetwork:
             sum=ctypes.cast(callback, Pointer) if callback is not None else None,
             layer_packed=ctypes.cast(packed, Pointer),
         )
-        self._handle = self._native.create(self, "network", ctypes.byref(spec), specs, self._native.thread_pool)
+        self._handle = self._native.create(self, "network", ctypes.byref(spec), feed.specs, self._native.thread_pool)
+        feed.raise_failure()
 
     def run(
         self,
@@ -248,6 +246,47 @@ class _Addresses:
         kept = tensor.detach().contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
+
+
+class _LayerFeed:
+    """Layers for native code, which copies one after another: each is read when the one before has been copied."""
+
+    def __init__(
+        self, layers: Sequence[LayerWeights[Any]], rotary: RotaryTables, layer_packed: Callable[[], None]
+    ) -> None:
+        """`rotary`: of layers without tables of their own."""
+        self.specs = (_LayerSpec * len(layers))()
+        self.tables: list[RotaryTables] = []
+        """Of the layers that have been read."""
+        self._layers, self._rotary, self._layer_packed = layers, rotary, layer_packed
+        self._done = 0
+        self._failure: Exception | None = None
+        first = layers[0]
+        self.inner = len(first.gate)
+        self._give(first)
+
+    def packed(self) -> None:
+        """Called by native code when a layer has been copied. An exception cannot cross it: see `raise_failure`."""
+        self._done += 1
+        try:
+            self._layer_packed()
+            if self._done < len(self._layers) and self._failure is None:
+                self._give(self._layers[self._done])
+        except Exception as error:  # noqa: BLE001
+            self._failure = error
+        if self._failure is not None and self._done < len(self._layers):
+            self.specs[self._done] = self.specs[self._done - 1]  # is copied, and dropped with the network
+
+    def raise_failure(self) -> None:
+        """Raises what reading a layer raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _give(self, layer: LayerWeights[Any]) -> None:
+        addresses = _Addresses()
+        self.tables.append(layer.rotary or self._rotary)
+        self.specs[self._done] = addresses.layer(layer, self.tables[-1])
+        self._kept = addresses  # until the next has taken its place
 
 
 def _padded_fusion(

@@ -1,0 +1,192 @@
+"""A folder whose weights are packed computes what they say then, and a row depends on its own path alone."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from paceline.config import EngineConfig
+from paceline.config.engine_config import Quantization
+from paceline.memory_plan import _outlined
+from paceline.model import load
+from paceline.model.block_quantization import TYPES, quantized
+from paceline.model.packed_model import PackedModel
+from tests.helpers.checkpoints import change_config, change_weights, save_tokenizer
+from tests.helpers.gguf_files import BASE, tiny_config
+from tests.helpers.row_runs import assert_same, chunks, lockstep, one_by_one, random_trees
+
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
+
+QUANTIZATIONS: tuple[Quantization, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+INT8_ROWS = 0.06
+"""Difference from float32 rows, relative to the logits."""
+SEQUENCE = [(37 * i + 11) % 300 for i in range(120)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def write(kind: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp(kind)
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(tiny_config(kind)).float()
+        with torch.no_grad():
+            for each in network.parameters():
+                each.copy_(torch.randn_like(each) * (1.0 if each.dim() == 1 else 0.2))
+        network.save_pretrained(folder)
+        save_tokenizer(folder, range(BASE["vocab_size"]))
+        return folder
+
+    return write
+
+
+def loaded(folder: Path, quantization: Quantization, dtype: str = "float32") -> PackedModel:
+    model = load(str(folder), EngineConfig(slots=2048, dtype=dtype, quantization=quantization))
+    assert isinstance(model, PackedModel)
+    return model
+
+
+def rounded_by_gguf(network: nn.Module, quantization: str) -> nn.Module:
+    """With the numbers that the package `gguf` makes of every matrix, of embedding and output by Q8_0."""
+    for name, each in network.named_parameters():
+        if each.dim() == 2:
+            outer = name in ("model.embed_tokens.weight", "lm_head.weight")
+            kind = gguf.GGMLQuantizationType["Q8_0" if outer else quantization.upper()]
+            numbers = gguf.quants.dequantize(gguf.quants.quantize(each.detach().numpy(), kind), kind)
+            each.data = torch.from_numpy(numbers)
+    return network
+
+
+def difference(model: PackedModel, network: nn.Module) -> float:
+    with torch.inference_mode():
+        expected = network(torch.tensor([SEQUENCE[:60]])).logits[0]
+    return float((torch.stack(one_by_one(model, SEQUENCE[:60])) - expected).norm() / expected.norm())
+
+
+def network_of(folder: Path) -> nn.Module:
+    network: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return network
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_packed_folder_computes_what_transformers_computes_with_its_numbers(
+    kind: str, quantization: Quantization, folders: Any
+) -> None:
+    folder = folders(kind)
+    assert difference(loaded(folder, quantization), rounded_by_gguf(network_of(folder), quantization)) < INT8_ROWS
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("width", [64, 992])
+def test_blocks_are_those_of_the_gguf_package(quantization: Quantization, width: int) -> None:
+    matrix = torch.randn(1500, width, generator=torch.Generator().manual_seed(3))
+    matrix[5] = 0
+    matrix[:, 7] = 0.5
+    kind = gguf.GGMLQuantizationType[quantization.upper()]
+    np.testing.assert_array_equal(quantized(matrix, quantization, "x").data, gguf.quants.quantize(matrix.numpy(), kind))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["q8_0", "q4_0"])
+def test_rows_equal_one_row_at_a_time(quantization: Quantization, dtype: str, folders: Any) -> None:
+    folder = folders("qwen2")
+    alone = one_by_one(loaded(folder, quantization, dtype), SEQUENCE)
+    assert_same(random_trees(loaded(folder, quantization, dtype), SEQUENCE), alone)
+    assert_same(chunks(loaded(folder, quantization, dtype), SEQUENCE, 17), alone)
+    assert_same(lockstep(loaded(folder, quantization, dtype), [SEQUENCE[:30], SEQUENCE])[-1], alone)
+
+
+def test_layers_that_slide_see_their_window_alone(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    network = AutoModelForCausalLM.from_config(tiny_config("mistral", sliding_window=8)).float().eval()
+    network.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(BASE["vocab_size"]))
+    assert difference(loaded(tmp_path, "q8_0"), rounded_by_gguf(network, "q8_0")) < INT8_ROWS
+
+
+def test_the_choice_is_part_of_the_numerics(folders: Any) -> None:
+    lines = {each: loaded(folders("llama"), each).numerics for each in QUANTIZATIONS}
+    assert len(set(lines.values())) == len(lines)
+    assert "float32 packed as q4_0" in lines["q4_0"]
+
+
+def test_rows_that_are_no_whole_blocks_are_refused_by_name(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny_config("llama", intermediate_size=80)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(BASE["vocab_size"]))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj\.weight has rows of 80 numbers, and q4_0"):
+        load(str(tmp_path), EngineConfig(slots=256, quantization="q4_0"))
+
+
+def test_a_later_layer_that_cannot_be_read_is_refused_by_name(folders: Any, tmp_path: Path) -> None:
+    def cut(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = "model.layers.1.mlp.up_proj.weight"
+        return weights | {name: weights[name][:-1].contiguous()}
+
+    network_of(folders("llama")).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(BASE["vocab_size"]))
+    change_weights(tmp_path, cut)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has the shape \[95, 64\]"):
+        loaded(tmp_path, "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "meta"}, "is for one process on a CPU"),
+        ({"tensor_parallel_size": 2}, "is for one process on a CPU"),
+    ],
+)
+def test_where_nothing_is_packed_the_choice_is_refused(settings: dict[str, Any], message: str, folders: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(str(folders("llama")), EngineConfig(slots=256, quantization="q8_0", **settings))
+
+
+def test_a_kind_that_native_code_does_not_compute_is_refused(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(tiny_config("starcoder2")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is of the kind starcoder2, and quantization q4_0 packs llama, mistral"):
+        load(str(tmp_path), EngineConfig(slots=256, quantization="q4_0"))
+
+
+def test_weights_are_missing_or_too_many(folders: Any, tmp_path: Path) -> None:
+    network_of(folders("qwen2")).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(BASE["vocab_size"]))
+    change_weights(tmp_path, lambda weights: weights | {"model.layers.0.mlp.router.weight": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"has model\.layers\.0\.mlp\.router\.weight, which Qwen2ForCausalLM"):
+        loaded(tmp_path, "q8_0")
+    change_weights(tmp_path, lambda weights: {k: v for k, v in weights.items() if "0.mlp" not in k})
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.weight"):
+        loaded(tmp_path, "q8_0")
+
+
+def test_a_gguf_file_and_a_quantised_folder_stay_as_they_are(folders: Any, tmp_path: Path) -> None:
+    network_of(folders("llama")).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(BASE["vocab_size"]))
+    change_config(tmp_path, quantization_config={"quant_method": "fp8"})
+    model = load(str(tmp_path), EngineConfig(slots=256, quantization="q4_0", dtype="float32"))
+    assert "q4_0" not in model.numerics
+
+
+def test_the_plan_counts_packed_bytes(folders: Any) -> None:
+    def weights(quantization: Quantization | None) -> int:
+        found = _outlined(str(folders("qwen2")), EngineConfig(quantization=quantization))
+        assert found is not None
+        return found[1].weights
+
+    numbers = sum(each.numel() for each in network_of(folders("qwen2")).parameters() if each.dim() == 2)
+    outer = 2 * BASE["vocab_size"] * BASE["hidden_size"]
+    assert weights(None) > 4 * numbers
+    for quantization in QUANTIZATIONS:
+        block = TYPES[quantization]
+        packed = outer * 34 // 32 + (numbers - outer) * block.bytes // block.size
+        assert 0 < weights(quantization) - packed < 0.2 * packed  # norms and biases
