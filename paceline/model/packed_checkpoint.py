@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,30 @@ from paceline.gguf.gguf_file import is_gguf
 from paceline.model.block_quantization import BROADEST, packed_bytes, quantized
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import window_of
-from paceline.model.gguf_loading import model_config
+from paceline.model.integer_formats import has_integers, integers
 from paceline.model.layer_weights import RotaryTables, Weight
 from paceline.model.loading import dtype_of, end_tokens, is_harmless, outline, positions_of
 from paceline.model.model import ModelInfo
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
-from paceline.model.numerics import numerics_of
+from paceline.model.numerics import numerics_of, quantization_of
 from paceline.model.packed_model import EMBEDDING, HEAD, PackedModel, PackedNetwork, PackedWeights
+from paceline.model.quantization import (
+    Settings,
+    check_format,
+    dequantized_module,
+    plain_names,
+    quantized_modules,
+    reading_module,
+)
 from paceline.model.rope import fix_rope_frequencies
 from paceline.model_names import resolve_model
 from paceline.telemetry.load_phases import load_phase
 from paceline.text import vocabulary_fingerprint
+
+WEIGHT = ".weight"
+_ITEM_BYTES = {"weight": 1}
+"""Of the numbers in a quantised module's tensors, by the last part of their names: scales count as float32."""
 
 
 def load_packed_checkpoint(name: str, engine: EngineConfig) -> PackedModel | None:
@@ -36,75 +49,166 @@ def load_packed_checkpoint(name: str, engine: EngineConfig) -> PackedModel | Non
     Raises ValueError if `engine.quantization` cannot be had, and for a checkpoint that cannot be read.
     """
     path = Path(resolve_model(name))
-    if (quantization := quantization_for(path, engine)) is None:
+    if (packing := packing_of(path, engine)) is None:
         return None
     network = outline(name, engine)
-    settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    weights = CheckpointWeights(Checkpoint(path), network, dtype_of(settings, engine), quantization)
+    settings: Any = network.config
+    weights = CheckpointWeights(Checkpoint(path), network, dtype_of(settings, engine), packing)
+    info, parts = _info(name, path, network, engine), packed_network(network, name, engine)
     try:
         with load_phase("weights packed"):
-            model = PackedModel(
-                _info(name, path, network, engine), settings, weights, packed_network(network, name, engine)
-            )
+            model = PackedModel(info, settings, weights, parts)
     except NativeUnavailableError as error:
+        if isinstance(packing, StoredPacking):
+            log_once(f"no native pass, {path.name} is dequantised: {error}")
+            return None
         raise ValueError(f"quantization takes native code: {error}") from error
-    model.numerics = numerics_of(model, f" packed as {quantization}")
+    model.numerics = numerics_of(model, f" packed{packing.numerics(settings)}")
     return model
 
 
-def quantization_for(path: Path, engine: EngineConfig) -> Quantization | None:
-    """What to pack the model's matrices into; None: nothing. Raises ValueError if they cannot be packed."""
-    if engine.quantization is None:
+class Packing(Protocol):
+    """How a checkpoint's matrices are packed."""
+
+    def numerics(self, config: Any) -> str:
+        """What replay compares. `config`: transformers'."""
+
+    def names(self, checkpoint: Checkpoint) -> Collection[str]:
+        """Of weights, as if nothing were quantised."""
+
+    def matrix(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Weight:
+        """In `dtype` if it is not packed. Raises `CheckpointError` or ValueError."""
+
+    def bytes(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Of a matrix in memory."""
+
+
+class ChosenPacking:
+    """Matrices of floats become `EngineConfig.quantization`."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+
+    def numerics(self, config: Any) -> str:
+        return f" as {self._quantization}"
+
+    def names(self, checkpoint: Checkpoint) -> Collection[str]:
+        return checkpoint.names
+
+    def matrix(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Weight:
+        return quantized(checkpoint.tensor(name, dtype), self._layout(name), name)
+
+    def bytes(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return shape[0] * packed_bytes(shape[1], self._layout(name))
+
+    def _layout(self, name: str) -> Quantization:
+        return BROADEST if name in (EMBEDDING, HEAD) else self._quantization
+
+
+class StoredPacking:
+    """Integers of a quantised checkpoint stay what they are; its other matrices are not packed."""
+
+    def __init__(self, settings: Settings) -> None:
+        """`settings`: `quantization_config`."""
+        self._settings = settings
+
+    def numerics(self, config: Any) -> str:
+        return quantization_of(config)
+
+    def names(self, checkpoint: Checkpoint) -> Collection[str]:
+        check_format(checkpoint, self._settings)
+        modules = quantized_modules(checkpoint.names)
+        return plain_names(checkpoint.names) | {f"{module}{WEIGHT}" for module in modules}
+
+    def matrix(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Weight:
+        module = name.removesuffix(WEIGHT)
+        if module not in quantized_modules(_of_module(checkpoint, module)):
+            return checkpoint.tensor(name, dtype)
+        with reading_module(checkpoint, module) as part:
+            found = integers(part, self._settings)
+        return dequantized_module(checkpoint, module, self._settings).to(dtype) if found is None else found.packed()
+
+    def bytes(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        module = name.removesuffix(WEIGHT)
+        stored = [part for part in _of_module(checkpoint, module) if part != f"{module}.bias"]
+        if stored == [name]:
+            return math.prod(shape) * dtype.itemsize
+        return sum(math.prod(checkpoint.shape(part)) * _ITEM_BYTES.get(part.rpartition(".")[2], 4) for part in stored)
+
+
+def _of_module(checkpoint: Checkpoint, module: str) -> list[str]:
+    """A module's tensors."""
+    return [name for name in checkpoint.names if name.startswith(f"{module}.")]
+
+
+def packing_of(path: Path, engine: EngineConfig) -> Packing | None:
+    """How the model's matrices are packed; None: not at all. Raises ValueError if they ought to be, and cannot."""
+    if is_gguf(path):
+        _stays(path, engine)
         return None
-    if _is_quantized(path, engine):
+    config = _config(path)
+    settings = config.get("quantization_config")
+    if settings is None and engine.quantization is None:
+        return None
+    refusal = _refusal(path, config, engine)
+    if settings is not None:
+        packed = refusal is None and has_integers(settings)
+        _stays(path, engine)
+        return StoredPacking(settings) if packed else None
+    if refusal is not None:
+        raise ValueError(f"{refusal}: take quantization {engine.quantization} out")
+    return None if engine.quantization is None else ChosenPacking(engine.quantization)
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    """config.json; empty if it cannot be read, which transformers says when it loads the model."""
+    try:
+        return Checkpoint(path).config
+    except CheckpointError:
+        return {}
+
+
+def _stays(path: Path, engine: EngineConfig) -> None:
+    if engine.quantization is not None:
         log_once(f"{path.name} is quantised already, and stays as it is")
-        return None
-    config = model_config(path, engine.device, trust_remote_code=engine.trust_remote_code)
+
+
+def _refusal(path: Path, config: Mapping[str, Any], engine: EngineConfig) -> str | None:
+    """Why the model's matrices cannot be packed; None if they can."""
     if torch.device(engine.device).type != "cpu" or engine.tensor_parallel_size > 1:
-        raise ValueError(f"quantization {engine.quantization} is for one process on a CPU: take it out")
-    if config.model_type not in PACKED_MODEL_TYPES or config.hidden_act != "silu":
-        kinds = ", ".join(sorted(PACKED_MODEL_TYPES))
-        raise ValueError(
-            f"{path} is of the kind {config.model_type}, and quantization {engine.quantization} packs {kinds}: "
-            "take it out"
-        )
-    return engine.quantization
-
-
-def _is_quantized(path: Path, engine: EngineConfig) -> bool:
-    return is_gguf(path) or hasattr(
-        model_config(path, engine.device, trust_remote_code=engine.trust_remote_code), "quantization_config"
-    )
+        return "packed weights are for one process on a CPU"
+    kind = config.get("model_type")
+    if kind not in PACKED_MODEL_TYPES or config.get("hidden_act", "silu") != "silu":
+        return f"{path} is of the kind {kind}, and packed are {', '.join(sorted(PACKED_MODEL_TYPES))}"
+    return None
 
 
 class CheckpointWeights(PackedWeights):
     """The weights of a folder. Raises `CheckpointError`, or ValueError for a matrix that cannot be packed."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, network: nn.Module, dtype: torch.dtype, quantization: Quantization
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, network: nn.Module, dtype: torch.dtype, packing: Packing) -> None:
         """`network`: its outline. `dtype`: of keys, and of what is not packed."""
         super().__init__(dtype)
-        self._checkpoint, self._quantization = checkpoint, quantization
+        self._checkpoint, self._packing = checkpoint, packing
         self._shapes = shapes_of(network)
         self.names = self._shapes.keys()
-        check_names(checkpoint, self.names, set(checkpoint.names), network)
+        check_names(checkpoint, self.names, packing.names(checkpoint), network)
 
     def matrix(self, name: str) -> Weight:
-        return quantized(self.tensor(name, self.dtype), layout_of(name, self._quantization), name)
+        matrix = self._packing.matrix(self._checkpoint, name, self.dtype)
+        self._check_shape(name, tuple(matrix.shape))
+        return matrix
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = self._checkpoint.tensor(name, dtype)
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise CheckpointError(
-                f"{self._checkpoint}: {name} has the shape {list(tensor.shape)}, and not {list(self._shapes[name])}"
-            )
+        self._check_shape(name, tuple(tensor.shape))
         return tensor
 
-
-def layout_of(name: str, quantization: Quantization) -> Quantization:
-    """Of a matrix."""
-    return BROADEST if name in (EMBEDDING, HEAD) else quantization
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if shape != self._shapes[name]:
+            raise CheckpointError(
+                f"{self._checkpoint}: {name} has the shape {list(shape)}, and not {list(self._shapes[name])}"
+            )
 
 
 def shapes_of(network: nn.Module) -> Mapping[str, tuple[int, ...]]:
@@ -117,16 +221,13 @@ def packed_weight_bytes(path: Path, network: nn.Module, engine: EngineConfig) ->
 
     An embedding that is the output matrix, too, is kept twice: native code has the output matrix in its own order.
     """
-    if (quantization := quantization_for(path, engine)) is None:
+    if (packing := packing_of(path, engine)) is None:
         return None
-    shapes = shapes_of(network)
-    copies = {EMBEDDING: 1 if HEAD in shapes else 2}
-    return sum(copies.get(name, 1) * _bytes(name, shape, quantization) for name, shape in shapes.items())
-
-
-def _bytes(name: str, shape: tuple[int, ...], quantization: Quantization) -> int:
-    rows, *width = shape
-    return rows * (packed_bytes(width[0], layout_of(name, quantization)) if width else torch.float32.itemsize)
+    shapes, checkpoint = shapes_of(network), Checkpoint(path)
+    dtype = dtype_of(network.config, engine)
+    matrices = {name: packing.bytes(checkpoint, name, each, dtype) for name, each in shapes.items() if len(each) == 2}
+    vectors = sum(math.prod(each) for each in shapes.values() if len(each) == 1) * torch.float32.itemsize
+    return sum(matrices.values()) + vectors + (0 if HEAD in shapes else matrices[EMBEDDING])
 
 
 def check_names(checkpoint: Checkpoint, names: Collection[str], stored: Collection[str], network: nn.Module) -> None:

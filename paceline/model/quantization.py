@@ -10,7 +10,8 @@ Shapes: a weight is [out, in]; scales are one number, [out], [out, 1], [out, gro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,31 +59,56 @@ def dequantized_weights(checkpoint: Checkpoint, settings: Settings, dtype: torch
 
     Raises `CheckpointError` for an unknown format, and for a module that lacks a tensor.
     """
+    check_format(checkpoint, settings)
+    modules = quantized_modules(checkpoint.names)
+    weights = {name: checkpoint.tensor(name, dtype) for name in plain_names(checkpoint.names)}
+    for module in modules:
+        weights[f"{module}.weight"] = dequantized_module(checkpoint, module, settings).to(dtype)
+    return weights
+
+
+def check_format(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Raises `CheckpointError` for an unknown format of a method that `is_dequantized_at_load`."""
     method = str(settings["quant_method"])
-    check, dequantize = METHODS[method]
-    if (unknown := check(settings)) is not None:
+    if (unknown := METHODS[method][0](settings)) is not None:
         raise CheckpointError(
             f"{checkpoint} is quantised by {method} as {unknown}, which is not read here: take one in bfloat16, "
             "FP8, INT8, or in 4 or 8 bits by AWQ, GPTQ or compressed-tensors"
         )
-    names = set(checkpoint.names)
-    modules = sorted({module for name in names for module, part in (_split(name),) if part in QUANTIZED_SUFFIXES})
-    taken = {f"{module}.{part}" for module in modules for part in (*QUANTIZED_SUFFIXES, "weight")}
-    weights = {name: checkpoint.tensor(name, dtype) for name in names - taken}
-    for module in modules:
-
-        def part(of: str, module: str = module) -> Tensor | None:
-            name = f"{module}.{of}"
-            return checkpoint.tensor(name) if name in names else None
-
-        try:
-            weights[f"{module}.weight"] = dequantize(part, settings).to(dtype)
-        except _MissingTensorError as error:
-            raise CheckpointError(f"{checkpoint} lacks {module}.{error}: download it again") from error
-    return weights
 
 
-class _MissingTensorError(Exception):
+def quantized_modules(names: Collection[str]) -> list[str]:
+    """The modules that have tensors of a quantised weight."""
+    return sorted({module for name in names for module, part in (_split(name),) if part in QUANTIZED_SUFFIXES})
+
+
+def plain_names(names: Collection[str]) -> set[str]:
+    """The tensors that are not part of a quantised weight."""
+    modules = quantized_modules(names)
+    return set(names) - {f"{module}.{part}" for module in modules for part in (*QUANTIZED_SUFFIXES, "weight")}
+
+
+def dequantized_module(checkpoint: Checkpoint, module: str, settings: Settings) -> Tensor:
+    """A module's weight, float32. Raises `CheckpointError` if it lacks a tensor."""
+    with reading_module(checkpoint, module) as part:
+        return METHODS[str(settings["quant_method"])][1](part, settings)
+
+
+@contextmanager
+def reading_module(checkpoint: Checkpoint, module: str) -> Iterator[ReadTensor]:
+    """Reads a module's tensors. Raises `CheckpointError` if the body needs one that it lacks."""
+
+    def part(of: str) -> Tensor | None:
+        name = f"{module}.{of}"
+        return checkpoint.tensor(name) if name in checkpoint.names else None
+
+    try:
+        yield part
+    except MissingTensorError as error:
+        raise CheckpointError(f"{checkpoint} lacks {module}.{error}: download it again") from error
+
+
+class MissingTensorError(Exception):
     """A module lacks a tensor."""
 
 
@@ -91,17 +117,18 @@ def _split(name: str) -> tuple[str, str]:
     return module, part
 
 
-def _needed(part: ReadTensor, name: str) -> Tensor:
+def needed(part: ReadTensor, name: str) -> Tensor:
+    """Raises `MissingTensorError` if there is none."""
     tensor = part(name)
     if tensor is None:
-        raise _MissingTensorError(name)
+        raise MissingTensorError(name)
     return tensor
 
 
 def _scaled(part: ReadTensor, settings: Settings) -> Tensor:
     """FP8 or INT8 with one scale, or scales per row, group or block. A module without a scale is not quantised: it
     has a scale for activations only."""
-    weight = _needed(part, "weight").float()
+    weight = needed(part, "weight").float()
     scale = next((found for name in SCALES if (found := part(name)) is not None), None)
     if scale is None:
         return weight
@@ -128,10 +155,10 @@ def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
     packed = part("weight_packed")
     if packed is None:
         return _scaled(part, settings)
-    bits = _group_of(settings)["num_bits"]
-    rows, columns = (int(size) for size in _needed(part, "weight_shape").tolist())
+    bits = group_of(settings)["num_bits"]
+    rows, columns = (int(size) for size in needed(part, "weight_shape").tolist())
     weight = _signed(packed, bits, 1)[:rows, :columns]
-    scale = _needed(part, "weight_scale").float()
+    scale = needed(part, "weight_scale").float()
     zero = part("weight_zero_point")
     groups = part("weight_g_idx")
     each = (lambda x: spread_scales(x, (rows, columns), None)) if groups is None else (lambda x: x[:, groups.long()])
@@ -142,7 +169,7 @@ def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
 
 def _signed(packed: Tensor, bits: int, axis: int) -> Tensor:
     """Signed numbers, which are stored with an offset."""
-    numbers: Tensor = _unpacked(packed, bits, axis).float() - 2 ** (bits - 1)
+    numbers: Tensor = unpacked(packed, bits, axis).float() - 2 ** (bits - 1)
     return numbers
 
 
@@ -150,20 +177,20 @@ def _awq(part: ReadTensor, settings: Settings) -> Tensor:
     bits, columns = int(settings["bits"]), torch.tensor(AWQ_COLUMNS)
 
     def ordered(name: str) -> Tensor:
-        numbers = _unpacked(_needed(part, name), bits, 1).unflatten(1, (-1, len(columns)))
+        numbers = unpacked(needed(part, name), bits, 1).unflatten(1, (-1, len(columns)))
         result: Tensor = numbers[:, :, columns].flatten(1).float()
         return result
 
-    weight, zeros, scales = ordered("qweight"), ordered("qzeros"), _needed(part, "scales").float()
+    weight, zeros, scales = ordered("qweight"), ordered("qzeros"), needed(part, "scales").float()
     group = len(weight) // len(scales)
     return ((weight - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)).T.contiguous()
 
 
 def _gptq(part: ReadTensor, settings: Settings) -> Tensor:
     bits = int(settings["bits"])
-    weight = _unpacked(_needed(part, "qweight"), bits, 0).float()
-    scales = _needed(part, "scales").float()
-    zeros = _unpacked(_needed(part, "qzeros"), bits, 1)
+    weight = unpacked(needed(part, "qweight"), bits, 0).float()
+    scales = needed(part, "scales").float()
+    zeros = unpacked(needed(part, "qzeros"), bits, 1)
     if settings.get("checkpoint_format", "gptq") != "gptq_v2":
         zeros = (zeros + 1) & (2**bits - 1)
     groups = part("g_idx")
@@ -173,7 +200,7 @@ def _gptq(part: ReadTensor, settings: Settings) -> Tensor:
     return ((weight - zeros.float()[groups]) * scales[groups]).T.contiguous()
 
 
-def _unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
+def unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
     """The numbers packed in int32 words, lowest bits first: int32, `INT32_BITS / bits` times as many along `axis`."""
     shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
     numbers = (packed.unsqueeze(axis + 1) >> shifts.view(-1, *[1] * (packed.dim() - 1 - axis))) & (2**bits - 1)
@@ -181,7 +208,7 @@ def _unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
     return joined
 
 
-def _group_of(settings: Settings) -> Mapping[str, Any]:
+def group_of(settings: Settings) -> Mapping[str, Any]:
     """compressed-tensors' settings for weights, of its only group."""
     groups = list(settings.get("config_groups", {}).values())
     weights: Mapping[str, Any] = groups[0]["weights"] if groups else {}

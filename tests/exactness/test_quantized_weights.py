@@ -17,7 +17,15 @@ from paceline.model.layer_weights import QuantizedWeight
 from paceline.model.native.build import ISAS, SOURCES, compile_library, find_compiler, native_description
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.native.native_product import NativeProduct, dequantize
-from tests.helpers.quantized_weights import PACKED_TYPES, numbers_of, random_weight
+from paceline.model.packed_integers import IntegerMatrix
+from tests.helpers.quantized_weights import (
+    INTEGER_TYPES,
+    PACKED_TYPES,
+    meant_integers,
+    numbers_of,
+    random_integers,
+    random_weight,
+)
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
@@ -25,16 +33,28 @@ COLUMNS = 80
 """Five panels, which two threads cannot share equally."""
 ROWS = (*range(1, 20), 31, 32, 33, 48, 64)
 BLOCK = 32
-ALL_TYPES = pytest.mark.parametrize("name", PACKED_TYPES)
+ALL_TYPES = pytest.mark.parametrize("name", [*PACKED_TYPES, *INTEGER_TYPES])
 
 
 def width_of(name: str) -> int:
     """With an odd number of blocks, where the format allows it: a unit of two blocks is then not full."""
+    if name in INTEGER_TYPES:
+        return INTEGER_TYPES[name].width
     return 768 if PACKED_TYPES[name].size > BLOCK else 17 * BLOCK
 
 
 def weight_of(name: str) -> QuantizedWeight:
+    if name in INTEGER_TYPES:
+        return integers_of(name).packed()
     return random_weight(PACKED_TYPES[name], COLUMNS, width_of(name))
+
+
+def integers_of(name: str) -> IntegerMatrix:
+    return random_integers(INTEGER_TYPES[name], COLUMNS)
+
+
+def meant_by(name: str) -> npt.NDArray[np.float32]:
+    return meant_integers(integers_of(name)) if name in INTEGER_TYPES else numbers_of(weight_of(name))
 
 
 def rows_of(count: int, width: int) -> Tensor:
@@ -55,9 +75,13 @@ def quantized(rows: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt
 
 
 @ALL_TYPES
-def test_dequantized_weights_are_those_of_the_gguf_package(name: str) -> None:
-    weight = weight_of(name)
-    np.testing.assert_array_equal(dequantize(weight).numpy(), numbers_of(weight))
+def test_dequantized_weights_are_those_of_the_gguf_package_and_of_the_formula(name: str) -> None:
+    np.testing.assert_array_equal(dequantize(weight_of(name)).numpy(), meant_by(name))
+
+
+@pytest.mark.parametrize("name", INTEGER_TYPES)
+def test_integers_have_the_layout_that_their_groups_allow(name: str) -> None:
+    assert weight_of(name).type == INTEGER_TYPES[name].type
 
 
 @ALL_TYPES
@@ -67,7 +91,7 @@ def test_a_product_is_that_of_int8_rows_with_the_numbers_of_the_file(name: str) 
     rows = rows_of(32, width_of(name)).numpy()
     codes, scales = quantized(rows)
     taken = (codes * scales[..., None]).reshape(rows.shape)
-    numbers = numbers_of(weight).astype(np.float64)
+    numbers = meant_by(name).astype(np.float64)
     magnitudes = np.abs(taken) @ np.abs(numbers.T)
     result = NativeProduct(weight)(torch.from_numpy(rows)).numpy()
     assert np.all(np.abs(result - taken @ numbers.T) <= 2**-24 * 24 * magnitudes)

@@ -1,13 +1,17 @@
-"""Random matrices in GGUF's blocks."""
+"""Random matrices in GGUF's blocks, and of integers by group."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from paceline.gguf.gguf_file import BLOCK_TYPES, BlockType
 from paceline.model.layer_weights import QuantizedWeight
+from paceline.model.packed_integers import INT4, INT4_SMALL, INT4_ZEROS, INT8, INT8_SMALL, IntegerMatrix
 
 PACKED_TYPES = {block.name: block for block in BLOCK_TYPES.values() if block.is_packed}
 HALVES = {"Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "MXFP4": []} | {
@@ -39,3 +43,44 @@ def numbers_of(weight: QuantizedWeight) -> npt.NDArray[np.float32]:
     """By the package `gguf`."""
     numbers: npt.NDArray[np.float32] = gguf.quants.dequantize(weight.data, gguf.GGMLQuantizationType(weight.type))
     return numbers
+
+
+class IntegerKind(NamedTuple):
+    """Integers by group, and the block type that they become."""
+
+    type: int
+    bits: int
+    group: int
+    width: int
+    has_zeros: bool
+
+
+INTEGER_TYPES = {
+    "INT4": IntegerKind(INT4, 4, 128, 640, has_zeros=False),
+    "INT4_ROW": IntegerKind(INT4, 4, 544, 544, has_zeros=False),
+    "INT4_ZEROS": IntegerKind(INT4_ZEROS, 4, 128, 640, has_zeros=True),
+    "INT4_SMALL": IntegerKind(INT4_SMALL, 4, 32, 544, has_zeros=True),
+    "INT4_64": IntegerKind(INT4_SMALL, 4, 64, 576, has_zeros=False),
+    "INT8": IntegerKind(INT8, 8, 544, 544, has_zeros=False),
+    "INT8_SMALL": IntegerKind(INT8_SMALL, 8, 32, 544, has_zeros=True),
+}
+
+
+def random_integers(kind: IntegerKind, rows: int) -> IntegerMatrix:
+    """Any codes and zeros, with scales that half precision does not have."""
+    groups, top = kind.width // kind.group, 2**kind.bits
+    random = torch.Generator().manual_seed(4)
+    zeros = torch.randint(0, top, (rows, groups), generator=random, dtype=torch.uint8)
+    return IntegerMatrix(
+        kind.bits,
+        torch.randint(0, top, (rows, kind.width), generator=random, dtype=torch.uint8),
+        0.01 * torch.randn(rows, groups, generator=random),
+        zeros if kind.has_zeros else torch.full_like(zeros, top // 2),
+    )
+
+
+def meant_integers(matrix: IntegerMatrix) -> npt.NDArray[np.float32]:
+    """(code - zero) * scale, in float32."""
+    groups = torch.arange(matrix.codes.shape[1]) // matrix.group
+    numbers = (matrix.codes.float() - matrix.zeros.float()[:, groups]) * matrix.scales[:, groups]
+    return np.asarray(numbers.numpy(), dtype=np.float32)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
@@ -22,12 +18,13 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
 from paceline.model import Model, Row, SlotTable, load, model_loader
 from paceline.model.decoder import Reference, check_against_transformers
-from paceline.model.loading import build
+from paceline.model.loading import build, load_checkpoint
 from paceline.model.model import TransformersModel
 from paceline.model.rows import TILE
 from paceline.model_names import ModelNotFoundError
 from tests.helpers.checkpoints import change_config, change_weights, save_checkpoint, save_tokenizer
 from tests.helpers.llamas import POSITIONS, VOCABULARY, peaked_llama
+from tests.helpers.quantized_checkpoints import FORMATS, compressed, quantise
 
 CONFIG = EngineConfig(slots=512)
 
@@ -300,139 +297,14 @@ def test_a_speculator_that_cannot_be_built(settings: dict[str, Any], message: st
         build_speculator(SpeculativeConfig.model_validate(settings), CONFIG, pytest.fail)
 
 
-# Quantised checkpoints, built number by number in their libraries' formats
-
-
-GROUP = 32
-Stored = tuple[Tensor, dict[str, Tensor]]
-"""A weight [out, in], and the tensors that store it, by the last part of their names."""
-
-
-def numbers(out: int, width: int, low: int, high: int) -> Tensor:
-    return torch.randint(low, high, (out, width), dtype=torch.int32)
-
-
-def scales(*shape: int) -> Tensor:
-    """Scales that make weights of the usual size."""
-    return (torch.rand(shape) + 0.5) * 0.02
-
-
-def fp8(out: int, width: int) -> Tensor:
-    return (torch.randn(out, width) * 8).to(torch.float8_e4m3fn)
-
-
-def fp8_blocks(out: int, width: int) -> Stored:
-    """DeepSeek's, with sides of 48, so that the last blocks are partial."""
-    stored, each = fp8(out, width), scales(-(-out // 48), -(-width // 48))
-    of_weights = each.repeat_interleave(48, 0)[:out].repeat_interleave(48, 1)[:, :width]
-    return stored.float() * of_weights, {"weight": stored, "weight_scale_inv": each}
-
-
-def fp8_whole(out: int, width: int) -> Stored:
-    stored, scale = fp8(out, width), scales(1)[0]
-    return stored.float() * scale, {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
-
-
-def fp8_rows(out: int, width: int) -> Stored:
-    stored, scale = fp8(out, width), scales(out, 1)
-    return stored.float() * scale, {"weight": stored, "weight_scale": scale}
-
-
-def int8_rows(out: int, width: int) -> Stored:
-    stored, scale, zero = numbers(out, width, -128, 128).to(torch.int8), scales(out, 1) / 8, numbers(out, 1, -9, 9)
-    weight = (stored.float() - zero) * scale
-    return weight, {"weight": stored, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
-
-
-def packed(table: Tensor, bits: int = 4) -> Tensor:
-    """Rows of unsigned numbers, packed in 32 bits each, lowest bits first."""
-    per_integer = 32 // bits
-    padded = F.pad(table.long(), (0, -table.shape[1] % per_integer)).unflatten(1, (-1, per_integer))
-    return (padded << bits * torch.arange(per_integer)).sum(-1).to(torch.int32)
-
-
-def dequantised(weight: Tensor, zero: Tensor, scale: Tensor, groups: Tensor | None = None) -> Tensor:
-    """[out, in], and by group [out, groups] twice; `groups`: of each column."""
-    groups = torch.arange(weight.shape[1]) // GROUP if groups is None else groups
-    return (weight - zero[:, groups]) * scale[:, groups]
-
-
-def int4_packed(out: int, width: int, *, asymmetric: bool = False) -> Stored:
-    weight, scale = numbers(out, width, 0, 16), scales(out, width // GROUP)
-    zero = numbers(out, width // GROUP, 5, 11) if asymmetric else torch.full((out, width // GROUP), 8)
-    parts = {"weight_packed": packed(weight), "weight_scale": scale, "weight_shape": torch.tensor([out, width])}
-    if asymmetric:
-        parts["weight_zero_point"] = packed(zero.T).T.contiguous()
-    return dequantised(weight, zero, scale), parts
-
-
-def awq(out: int, width: int) -> Stored:
-    weight, zero, scale = numbers(out, width, 0, 16), numbers(out, width // GROUP, 0, 16), scales(out, width // GROUP)
-    order = [8 * at + i for at in range(out // 8) for i in (0, 2, 4, 6, 1, 3, 5, 7)]  # of eight the even ones first
-    parts = {"qweight": packed(weight.T[:, order]), "qzeros": packed(zero.T[:, order]), "scales": scale.T.contiguous()}
-    return dequantised(weight, zero, scale), parts
-
-
-def gptq(out: int, width: int, *, bits: int = 4, less: int = 1) -> Stored:
-    """Ordered by activation: each column has its group's index. `less`: what is subtracted from stored zero points."""
-    weight = numbers(out, width, 0, 2**bits)
-    zero, scale = numbers(out, width // GROUP, 1, 2**bits), scales(out, width // GROUP) / 2 ** (bits - 4)
-    groups = torch.arange(width)[torch.randperm(width)] // GROUP
-    parts = {"qweight": packed(weight, bits).T.contiguous(), "qzeros": packed((zero - less).T, bits)}
-    parts |= {"scales": scale.T.contiguous(), "g_idx": groups.to(torch.int32)}
-    return dequantised(weight, zero, scale, groups), parts
-
-
-def compressed(form: str, bits: int, kind: str = "int") -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": kind, "symmetric": True}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
-
-
-FORMATS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
-    "fp8-blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [48, 48]}),
-    "fp8-whole": (fp8_whole, {"quant_method": "fp8"}),
-    "modelopt": (fp8_whole, {"quant_method": "modelopt", "quant_algo": "FP8"}),
-    "modelopt, older": (fp8_whole, {}),
-    "float-quantized": (fp8_rows, compressed("float-quantized", 8, "float")),
-    "int-quantized": (int8_rows, compressed("int-quantized", 8)),
-    "pack-quantized": (int4_packed, compressed("pack-quantized", 4)),
-    "pack-quantized-zeros": (partial(int4_packed, asymmetric=True), compressed("pack-quantized", 4)),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
-    "gptq_v2": (
-        partial(gptq, bits=8, less=0),
-        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
-    ),
-}
-
-
-def quantise(folder: Path, form: str) -> dict[str, Tensor]:
-    """Quantise every projection of a checkpoint. Returns the weights that it stands for, by name."""
-    torch.manual_seed(8)
-    make, settings = FORMATS[form]
-    stored, meant = {}, {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            stored[name] = meant[name] = weight
-            continue
-        meant[name], parts = make(*weight.shape)
-        stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
-    change_weights(folder, lambda _: stored)
-    if settings:
-        change_config(folder, quantization_config=settings)
-    else:  # in a file of its own; transformers loads such a checkpoint without scales
-        algorithms = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
-        own = {"producer": {"name": "modelopt"}, "quantization": algorithms}
-        (folder / "hf_quant_config.json").write_text(json.dumps(own))
-    return meant
+# Quantised checkpoints
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_are_dequantised(form: str, copy: Path) -> None:
     network = LlamaForCausalLM.from_pretrained(copy, dtype=torch.float32).eval()
     network.load_state_dict(quantise(copy, form))
-    assert_equal_logits(load(str(copy), CONFIG), network, [(11 * i + 7) % VOCABULARY for i in range(20)])
+    assert_equal_logits(load_checkpoint(str(copy), CONFIG), network, [(11 * i + 7) % VOCABULARY for i in range(20)])
 
 
 NOT_READ = "is quantised by {}, which is not read here: take one in"

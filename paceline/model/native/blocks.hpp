@@ -1,4 +1,5 @@
-// Blocks of quantised weights as GGUF files store them: a column's codes and what they are worth.
+// Blocks of quantised weights as GGUF files store them: a column's codes and what they are worth. And blocks of our own for
+// integers with float32 scales by group, which hold the numbers of AWQ, GPTQ and compressed-tensors.
 //
 // A *unit* is 256 inputs of formats with two levels of scales, else two blocks of 32. A weight is
 // (code - offset) * scale + minimum, or (value of the code) * scale. Bits follow the format's description in llama.cpp
@@ -12,20 +13,23 @@
 
 namespace paceline {
 
-enum BlockType : int32_t {  // part of the C interface: GGUF's numbers of the types; DENSE is T
+enum BlockType : int32_t {  // part of the C interface: GGUF's numbers of the types; from 1000 on our own; DENSE is T
     DENSE = -1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
-    IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39
+    IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39, INT4 = 1000, INT4_ZEROS = 1001, INT8 = 1002, INT4_SMALL = 1003, INT8_SMALL = 1004
 };
 
 constexpr int BLOCK = 32;  // inputs with a scale of their own; a half of a block may have one
 
 // A column of a unit. Of a format with two levels of scales: `factor` and `minimum_factor` of the unit, with small integers
-// by block or by half; of others `scale` and `minimum` by block. 16-bit numbers as the file has them.
+// by block or by half; of others `scale` and `minimum` by block. 16-bit numbers as the file has them. Of integers by group,
+// whose units lie in one group: `group_scale` and `zero`, the code that is worth 0.
 struct UnitColumn {
     uint8_t codes[8 * BLOCK];
     uint16_t factor, minimum_factor;
     uint16_t scale[2], minimum[2];
     uint8_t small_scale[16], small_minimum[16];
+    float group_scale;
+    uint8_t zero;
 };
 
 inline uint16_t load_16(const uint8_t* from) {
@@ -172,5 +176,27 @@ struct FileBlock<IQ4_XS> {
         }
     }
 };
+// Integers by group, in the layout of packed_integers.py: a block repeats the scale and the zero of its group.
+template <bool IS_WIDE>
+struct IntegerBlock {
+    static constexpr int CODES = 5, BYTES = CODES + (IS_WIDE ? BLOCK : BLOCK / 2), BLOCKS = 1;
+    static void read(const uint8_t* from, UnitColumn& to, int b) {
+        if (b == 0) memcpy(&to.group_scale, from, sizeof to.group_scale), to.zero = from[4];
+        if constexpr (IS_WIDE)
+            memcpy(to.codes + BLOCK * b, from + CODES, BLOCK);
+        else
+            read_nibbles<BLOCK / 2>(from + CODES, to.codes + BLOCK * b);
+    }
+};
+template <>
+struct FileBlock<INT4> : IntegerBlock<false> {};
+template <>
+struct FileBlock<INT4_ZEROS> : IntegerBlock<false> {};
+template <>
+struct FileBlock<INT4_SMALL> : IntegerBlock<false> {};
+template <>
+struct FileBlock<INT8> : IntegerBlock<true> {};
+template <>
+struct FileBlock<INT8_SMALL> : IntegerBlock<true> {};
 
 }  // namespace paceline

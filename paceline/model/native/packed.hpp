@@ -159,7 +159,7 @@ inline Floats small_signed(const uint8_t* p) {
     return to_floats(__builtin_convertvector(load<Small>(p), Ints));
 #endif
 }
-enum Minimum { NO_MINIMUM, ADDED, TAKEN };
+enum Minimum { NO_MINIMUM, ADDED, TAKEN, ZERO };  // ZERO: the code that is worth 0, taken from each code
 
 // A 16-bit scale, and a minimum if there is one, for each of two blocks.
 template <bool HAS_MINIMUM, bool IS_BF16 = false>
@@ -212,12 +212,34 @@ struct SuperBlock {
         }
     }
 };
+// A float32 scale, and a zero if there is one, for all `BLOCKS_` blocks of a unit. The zero is a float, so that it is taken
+// from an exact sum in one step: codes, and so sums of a block, are small integers.
+template <int BLOCKS_, bool HAS_ZERO>
+struct Group {
+    static constexpr int BLOCKS = BLOCKS_, HALVES = 1, BYTES = HAS_ZERO ? 128 : 64;
+    static constexpr Minimum MINIMUM = HAS_ZERO ? ZERO : NO_MINIMUM;
+    struct Factors {
+        Floats scale, zero;
+        explicit Factors(const uint8_t* p) : scale(load<Floats>(p)) {
+            if constexpr (HAS_ZERO) zero = load<Floats>(p + 64);
+        }
+    };
+    static void load_scales(const Factors& factors, const uint8_t*, int, BlockScales& s) {
+        s.scale[0] = factors.scale;
+        if constexpr (HAS_ZERO) s.minimum[0] = factors.zero;
+    }
+    static void store_scales(const UnitColumn& from, int column, uint8_t* p) {
+        const float zero = from.zero;
+        memcpy(p + 4 * column, &from.group_scale, 4);
+        if constexpr (HAS_ZERO) memcpy(p + 64 + 4 * column, &zero, 4);
+    }
+};
 
 template <BlockType TYPE_, class Codes, class Scales, int OFFSET_>
 struct Layout : Codes, Scales {
     static constexpr BlockType TYPE = TYPE_;
     static constexpr int OFFSET = OFFSET_;
-    static constexpr bool IS_WIDE = OFFSET == 128;  // codes of eight bits
+    static constexpr bool IS_WIDE = OFFSET == 128 || Codes::VECTORS == BLOCK_VECTORS;  // codes of eight bits
     static constexpr int UNIT_INPUTS = Scales::BLOCKS * BLOCK;
     static constexpr int SCALE_BYTES = Scales::BYTES, BLOCK_BYTES = Codes::VECTORS * VECTOR_BYTES;
     static constexpr int UNIT_BYTES = SCALE_BYTES + Scales::BLOCKS * BLOCK_BYTES;
@@ -240,6 +262,11 @@ inline auto with_layout(BlockType type, F f) {
         case IQ4_NL: return f.template operator()<Layout<IQ4_NL, ValueCodes<IQ4_VALUES>, TwoBlocks<false>, 128>>();
         case IQ4_XS: return f.template operator()<Layout<IQ4_XS, ValueCodes<IQ4_VALUES>, SuperBlock<1, true, false>, 128>>();
         case MXFP4: return f.template operator()<Layout<MXFP4, ValueCodes<FP4_VALUES>, TwoBlocks<false, true>, 128>>();
+        case INT4: return f.template operator()<Layout<INT4, Codes4, Group<4, false>, 8>>();
+        case INT4_ZEROS: return f.template operator()<Layout<INT4_ZEROS, Codes4, Group<4, true>, 0>>();
+        case INT4_SMALL: return f.template operator()<Layout<INT4_SMALL, Codes4, Group<1, true>, 0>>();
+        case INT8: return f.template operator()<Layout<INT8, Codes8, Group<4, false>, 128>>();
+        case INT8_SMALL: return f.template operator()<Layout<INT8_SMALL, Codes8, Group<1, true>, 0>>();
         default: return f.template operator()<Layout<Q8_0, Codes8, TwoBlocks<false>, 128>>();
     }
 }
@@ -263,6 +290,8 @@ inline void read_unit(const uint8_t* column, int in, int u, UnitColumn& to) {
     for (int b = 0; b < L::BLOCKS; b += L::FILE_BLOCKS)
         if (column && first + b < blocks)
             FileBlock<L::TYPE>::read(column + (size_t)(first + b) / L::FILE_BLOCKS * L::FILE_BYTES, to, b);
+        else if (L::TYPE >= INT4)
+            break;  // rows are worth 0 there, whatever codes and scales are
         else if (L::FILE_BLOCKS == 1)
             to.scale[b] = to.minimum[b] = 0;
         else
@@ -301,8 +330,11 @@ inline void dequantise(BlockType type, const uint8_t* column, int in, float* out
                     const int h = L::HALVES == 2 ? i / (BLOCK / 2) : 0;
                     const int code = L::value(unit.codes[BLOCK * b + i]) - L::OFFSET;
                     const float minimum = L::MINIMUM == NO_MINIMUM ? 0.0f : s.minimum[h][0];
-                    out[u * L::UNIT_INPUTS + b * BLOCK + i] =
-                        __builtin_fmaf((float)code, s.scale[h][0], L::MINIMUM == TAKEN ? -minimum : minimum);
+                    float& number = out[u * L::UNIT_INPUTS + b * BLOCK + i];
+                    if constexpr (L::MINIMUM == ZERO)
+                        number = ((float)code - minimum) * s.scale[h][0];
+                    else
+                        number = __builtin_fmaf((float)code, s.scale[h][0], L::MINIMUM == TAKEN ? -minimum : minimum);
                 }
             }
         }
@@ -424,14 +456,17 @@ inline Ints dot(Ints sum, Uint32s codes, const uint8_t* four) {
 #endif
 }
 
-// One step of a row's sums: every float operation of a product. halves: minus the sums of the row's codes, n apart.
+// One step of a row's sums: every float operation of a product. halves: minus the sums of the row's codes of the first half
+// and, n further, of the second; n before, of both.
 template <class L>
 inline Floats add_block(Floats sum, const Ints (&dots)[2], const BlockScales& s, float scale, float scaled_sum, const int32_t* halves,
                         int n) {
-    Floats t = to_floats(dots[0]) * s.scale[0];
+    Floats t = to_floats(dots[0]);
+    if constexpr (L::MINIMUM == ZERO) t = fused(s.minimum[0], all((float)halves[-n]), t);
+    t = t * s.scale[0];
     if constexpr (L::HALVES == 2) t = fused(to_floats(dots[1]), s.scale[1], t);
     sum = fused(t, all(scale), sum);
-    if constexpr (L::MINIMUM == NO_MINIMUM) return sum;
+    if constexpr (L::MINIMUM == NO_MINIMUM || L::MINIMUM == ZERO) return sum;
     if constexpr (L::HALVES == 2) {  // the halves' sums are negative: the minimum is taken
         Floats m = s.minimum[0] * (float)halves[0];
         return fused(fused(s.minimum[1], all((float)halves[n]), m), all(scale), sum);

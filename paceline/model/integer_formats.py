@@ -1,0 +1,92 @@
+"""The integers of AWQ, GPTQ and compressed-tensors as `IntegerMatrix`: a checkpoint's codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.model.packed_integers import IntegerMatrix
+from paceline.model.quantization import AWQ_COLUMNS, ReadTensor, Settings, group_of, needed, unpacked
+
+ReadMatrix = Callable[[ReadTensor, Settings], IntegerMatrix | None]
+
+
+def has_integers(settings: Settings) -> bool:
+    """Whether a checkpoint with this `quantization_config` has integers, not 8-bit floats."""
+    if settings.get("quant_method") == "compressed-tensors":
+        return str(group_of(settings).get("type", "int")) == "int"
+    return settings.get("quant_method") in FORMATS
+
+
+def integers(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
+    """Of the module whose tensors `part` reads; None if its groups are not of neighbouring inputs, or not whole blocks.
+
+    Raises `MissingTensorError`.
+    """
+    matrix = FORMATS[str(settings["quant_method"])](part, settings)
+    return matrix if matrix is not None and matrix.is_packable else None
+
+
+def _awq(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
+    bits, columns = int(settings["bits"]), torch.tensor(AWQ_COLUMNS)
+
+    def ordered(name: str) -> Tensor:
+        numbers = unpacked(needed(part, name), bits, 1).to(torch.uint8).unflatten(1, (-1, len(columns)))
+        result: Tensor = numbers[:, :, columns].flatten(1).T.contiguous()
+        return result
+
+    scales = needed(part, "scales").float().T.contiguous()
+    return IntegerMatrix(bits, ordered("qweight"), scales, ordered("qzeros"))
+
+
+def _gptq(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
+    bits = int(settings["bits"])
+    codes = unpacked(needed(part, "qweight"), bits, 0).to(torch.uint8).T.contiguous()
+    scales = needed(part, "scales").float().T.contiguous()
+    zeros = unpacked(needed(part, "qzeros"), bits, 1)
+    if settings.get("checkpoint_format", "gptq") != "gptq_v2":
+        zeros = (zeros + 1) & (2**bits - 1)
+    matrix = IntegerMatrix(bits, codes, scales, zeros.to(torch.uint8).T.contiguous())
+    return matrix if _are_neighbours(part("g_idx"), matrix.group) else None
+
+
+def _compressed(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
+    weight = part("weight_packed")
+    if weight is None:
+        return _eight_bits(part)
+    bits = int(group_of(settings)["num_bits"])
+    rows, width = (int(size) for size in needed(part, "weight_shape").tolist())
+    codes = unpacked(weight, bits, 1)[:rows, :width].to(torch.uint8).contiguous()
+    scales = needed(part, "weight_scale").float().reshape(rows, -1)
+    zeros = _zeros(part, scales, bits)
+    matrix = IntegerMatrix(bits, codes, scales, zeros)
+    return matrix if _are_neighbours(part("weight_g_idx"), matrix.group) else None
+
+
+def _eight_bits(part: ReadTensor) -> IntegerMatrix | None:
+    """Signed bytes with scales by row or by group; None for other numbers or scales."""
+    weight, scale = needed(part, "weight"), part("weight_scale")
+    if weight.dtype != torch.int8 or scale is None or scale.numel() % len(weight):
+        return None
+    scales = scale.float().reshape(len(weight), -1)
+    return IntegerMatrix(8, (weight.int() + 128).to(torch.uint8), scales, _zeros(part, scales, 8))
+
+
+def _zeros(part: ReadTensor, scales: Tensor, bits: int) -> Tensor:
+    """Zeros in codes, which are signed numbers plus half their range: uint8 as `scales`."""
+    zeros, offset = part("weight_zero_point"), 2 ** (bits - 1)
+    if zeros is None:
+        return torch.full_like(scales, offset, dtype=torch.uint8)
+    codes = unpacked(zeros, bits, 0)[: len(scales)] if zeros.dtype == torch.int32 else zeros.int() + offset
+    return codes.reshape(scales.shape).to(torch.uint8)
+
+
+def _are_neighbours(groups: Tensor | None, size: int) -> bool:
+    """Whether groups are of `size` neighbouring inputs each. `groups`: of each input, or None."""
+    return groups is None or torch.equal(groups.long(), torch.arange(len(groups)) // size)
+
+
+FORMATS: Mapping[str, ReadMatrix] = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+"""By `quant_method`."""
