@@ -267,14 +267,28 @@ class DraftMemory:
         return free is None or self.total <= free
 
 
-def draft_memory(config: SpeculativeConfig, target: TargetWeights, slots: int, state_layers: int) -> DraftMemory:
-    """`state_layers`: the number of target layers whose output the draft reads.
+def draft_memory(
+    config: SpeculativeConfig, target: TargetWeights, engine: EngineConfig, state_layers: int
+) -> DraftMemory:
+    """`engine`: the target's. `state_layers`: the number of target layers whose output the draft reads.
 
     Raises `CheckpointError` or `ModelNotFoundError`.
     """
-    draft = _checkpoint_memory(config, target)
+    draft, slots = _checkpoint_memory(config, target), engine.slot_count
     states = state_layers * target.hidden_size * target.dtype.itemsize
-    return DraftMemory(draft.weights, draft.bytes_per_slot * (slots + SPARE_SLOTS), states * (slots + 1))
+    return DraftMemory(
+        _model_weights(config, engine) or draft.weights,
+        draft.bytes_per_slot * (slots + SPARE_SLOTS),
+        states * (slots + 1),
+    )
+
+
+def _model_weights(config: SpeculativeConfig, engine: EngineConfig) -> int | None:
+    """Of a draft that is a model, packed if it is; None for another kind of draft, and without an outline."""
+    if METHODS[config.method].kind != "model" or config.model is None or is_fake_model(config.model):
+        return None
+    found = _outlined(config.model, engine.model_copy(update={"max_model_len": None}))
+    return None if found is None else found[1].weights
 
 
 def cached_numbers(method: str, config: Any, target: dict[str, Any]) -> int:

@@ -174,4 +174,4 @@ def need(target: LLM, config: SpeculativeConfig) -> DraftMemory:
         return DraftMemory()
     config = complete_config(config, target.model.name)
     layers = hidden_state_layers(config, target.config, target.model.target_weights)
-    return draft_memory(config, target.model.target_weights(), target.config.slot_count, len(layers))
+    return draft_memory(config, target.model.target_weights(), target.config, len(layers))

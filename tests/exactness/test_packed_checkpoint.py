@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.engine_config import Quantization
+from paceline.doctor.measurement import need
+from paceline.llm import LLM
 from paceline.memory_plan import _outlined
 from paceline.model import load
 from paceline.model.block_quantization import TYPES, quantized
@@ -283,6 +285,14 @@ def test_the_plan_knows_a_quantised_folder_s_bytes(tmp_path: Path) -> None:
     layers = sum(each.numel() for name, each in network.named_parameters() if name.endswith("_proj.weight"))
     outer = 4 * 2 * BASE["vocab_size"] * WIDE["hidden_size"]
     assert 0 < found[1].weights - outer - layers * (0.5 + 4.5 / 128) < 0.1 * layers
+
+
+def test_the_doctor_knows_the_bytes_of_a_packed_draft(folders: Any) -> None:
+    target = LLM(str(folders("qwen2")), engine_config={"slots": 512, "quantization": "q4_0"})
+    config = SpeculativeConfig(method="draft_model", model=str(folders("llama")))
+    found = _outlined(str(folders("llama")), EngineConfig(quantization="q4_0"))
+    assert found is not None
+    assert need(target, config).weights == found[1].weights
 
 
 def network_of_config(folder: Path) -> nn.Module:
