@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from paceline.config import EngineConfig
 from paceline.config.engine_config import Quantization
-from paceline.gguf.gguf_config import PACKED_MODEL_TYPES
 from paceline.gguf.gguf_file import is_gguf
 from paceline.model.block_quantization import BROADEST, packed_bytes, quantized
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import window_of
+from paceline.model.gguf_model import EMBEDDING, HEAD
 from paceline.model.integer_formats import has_integers, integers
 from paceline.model.layer_weights import RotaryTables, Weight
 from paceline.model.loading import dtype_of, end_tokens, is_harmless, outline, positions_of
@@ -24,7 +24,7 @@ from paceline.model.model import ModelInfo
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
-from paceline.model.packed_model import EMBEDDING, HEAD, PackedModel, PackedNetwork, PackedWeights
+from paceline.model.packed_model import PackedModel, PackedNetwork, PackedWeights
 from paceline.model.quantization import (
     Settings,
     check_format,
@@ -38,6 +38,8 @@ from paceline.model_names import resolve_model
 from paceline.telemetry.load_phases import load_phase
 from paceline.text import vocabulary_fingerprint
 
+PACKED_FOLDERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""transformers' model types whose folders can be packed: all their layers are Llama's."""
 WEIGHT = ".weight"
 _ITEM_BYTES = {"weight": 1}
 """Of the numbers in a quantised module's tensors, by the last part of their names: scales count as float32."""
@@ -178,8 +180,8 @@ def _refusal(path: Path, config: Mapping[str, Any], engine: EngineConfig) -> str
     if torch.device(engine.device).type != "cpu" or engine.tensor_parallel_size > 1:
         return "packed weights are for one process on a CPU"
     kind = config.get("model_type")
-    if kind not in PACKED_MODEL_TYPES or config.get("hidden_act", "silu") != "silu":
-        return f"{path} is of the kind {kind}, and packed are {', '.join(sorted(PACKED_MODEL_TYPES))}"
+    if kind not in PACKED_FOLDERS or config.get("hidden_act", "silu") != "silu":
+        return f"{path} is of the kind {kind}, and packed are {', '.join(sorted(PACKED_FOLDERS))}"
     return None
 
 
