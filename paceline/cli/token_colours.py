@@ -16,7 +16,7 @@ BONUS = "bold yellow"
 LEGEND = Text.assemble(("drafted and accepted", ACCEPTED), " · ", ("the target's own", BONUS))
 
 
-class Completion(Protocol):
+class PaintedCompletion(Protocol):
     """A completion so far, of a server or of `paceline.LLM`. Token i covers the characters from `offsets[i]` on."""
 
     @property
@@ -34,7 +34,7 @@ class TokenPainter:
         self._console = console
         self._shown = 0
 
-    def __call__(self, completion: Completion) -> None:
+    def __call__(self, completion: PaintedCompletion) -> None:
         new = range(self._shown, len(completion.text))
         for style, offsets in groupby(new, lambda offset: _style(completion, offset)):
             text = "".join(completion.text[offset] for offset in offsets)
@@ -42,7 +42,7 @@ class TokenPainter:
         self._shown = len(completion.text)
 
 
-def summary(completion: Completion, seconds: float, verifications: int) -> str:
+def summary(completion: PaintedCompletion, seconds: float, verifications: int) -> str:
     """The speed and acceptance of a completion, in one line. `seconds`: the target's, from arrival to the last token.
 
     `verifications`: passes that verified draft tokens.
@@ -60,7 +60,7 @@ def served_summary(completion: HttpCompletion) -> str:
     return summary(completion, completion.timings["total_s"], completion.speculation.get("verifications", 0))
 
 
-def _style(completion: Completion, offset: int) -> str:
+def _style(completion: PaintedCompletion, offset: int) -> str:
     """The style of the character at `offset`: that of the last token that begins at or before it."""
     token = bisect_right(completion.offsets, offset) - 1
     return ACCEPTED if 0 <= token < len(completion.accepted) and completion.accepted[token] else BONUS
