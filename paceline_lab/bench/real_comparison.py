@@ -176,7 +176,7 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
     found |= {f"best_{load}": _ratio(best(load, OURS), best(load, LLAMA)) for load in ("code", "edits")}
     found |= {
-        f"speculative_{load}": _ratio(drafted(load), plain(load, OURS))
+        f"speculative_{load.replace('.', '')}": _ratio(drafted(load), plain(load, OURS))
         for load in ("code", "chat", "chat_0.8", "edits", "json")
     }
     return {name: round(value, 2) for name, value in found.items() if value is not None}
@@ -220,6 +220,7 @@ def _measure_model(model: str, options: RealBenchOptions, programs: Path | None,
     loads = loads_of(path, options)
     with ExitStack() as stack:
         runners = list(_runners(model, path, draft, options, programs, result, stack))
+        _warm_up(runners, loads["code"].prompts[0])
         with result.console.status("") as status:
             for repeat in range(options.repeats):
                 for name, load in loads.items():
@@ -349,6 +350,14 @@ def _our_runners(model: str, path: Path, draft: Path | None, logs: Path, stack: 
     setup = {"target": str(path), "threads": _threads(), "ends": True, "speculation": our_methods(model, draft)}
     for method in process.start(setup):
         yield Runner(OURS, method, process)
+
+
+def _warm_up(runners: Sequence[Runner], prompt: Sequence[int]) -> None:
+    """One call of each that does not count: servers start without one. Raises `PeerError`."""
+    for runner in runners:
+        prompts = [list(prompt)] * (runner.batch or 1)
+        sampling = {"temperature": 0.0, "seed": SEED, "max_tokens": SHORT}
+        runner.process.generate({"method": runner.method, "prompts": prompts, **sampling})
 
 
 def _measure_load(

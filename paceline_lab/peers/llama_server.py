@@ -41,6 +41,7 @@ class LlamaServer:
         argv = [str(programs / "llama-server"), "--model", str(model), "--host", HOST, "--port", str(port), *options]
         argv += ["--threads", str(threads), "--threads-batch", str(threads)]
         argv += ["--parallel", str(slots), "--ctx-size", str(slots * context), "--no-webui", "--no-warmup"]
+        argv += ["--cache-ram", "0"]  # else it copies the last prompt's keys and values within the next request
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 die_with_parent(argv), stdout=output, stderr=output, start_new_session=True
