@@ -132,16 +132,24 @@ def _exit_if_equal(result: dict[str, Any]) -> None:
 @bench.command()
 def peers(
     engines: Annotated[list[str] | None, typer.Option(help="paceline, llama.cpp, vllm or transformers")] = None,
-    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened")] = None,
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened; or real: published models")] = None,
     workloads: Annotated[list[str] | None, typer.Option(help="code, code-0.8, questions, edits or json")] = None,
+    models: Annotated[list[str] | None, typer.Option(help="real: as `paceline download` lists them")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prompt.")] = 3,
     environments: Annotated[Path, typer.Option(help="Where the other engines are installed.")] = Path(".venv-peers"),
     svg: Annotated[Path | None, typer.Option(help="Write a picture of the result to this file.")] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="real: ten minutes.")] = False,
 ) -> None:
     """This engine beside llama.cpp, vLLM and transformers, at two sizes; name several by repeating an option."""
-    from paceline_lab.bench import peer_comparison
+    from paceline_lab.bench import peer_comparison, real_comparison
 
     def measure(console: Console) -> dict[str, Any]:
+        if sizes == ["real"]:
+            named: dict[str, Any] = {"models": models} if models else {}
+            return real_comparison.run(
+                console, real_comparison.RealBenchOptions(**named, quick=quick, repeats=repeats, folder=environments)
+            )
         given = {"engines": engines, "sizes": sizes, "loads": workloads}
         chosen = {name: names for name, names in given.items() if names}
         options = peer_comparison.PeerBenchOptions(**chosen, repeats=repeats, folder=environments)

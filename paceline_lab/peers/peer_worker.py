@@ -11,7 +11,8 @@ The response is `{"ready": METHODS}`. Every further line requests new tokens of 
 
 and gets `{"tokens": [[3, 4], ...], "seconds": 0.2}` with the seconds of the engine's own call, or `{"error": TEXT}`.
 Every prompt draws with that seed. No engine reuses a prompt's KV, and none stops early: the checkpoints have no
-end-of-text token. `{"figures": true}` requests what else the engine has measured: `{"figures": {NAME: VALUE, ...}}`.
+end-of-text token; where they have (`"ends": true` in a setup for paceline), it is never drawn. `{"figures": true}`
+requests what else the engine has measured: `{"figures": {NAME: VALUE, ...}}`.
 
 This file runs in the engine's environment, where paceline may not be installed: its imports are inside functions.
 """
@@ -62,7 +63,8 @@ def load_paceline(setup: Setup) -> LoadedEngine:
 
     def generating(name: str) -> Generate:
         def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
-            sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=count)
+            least = count if setup.get("ends") else 0
+            sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=count, min_tokens=least)
             return [each.tokens for each in llms[name].generate(prompts, sampling, speculative=name != "plain")]
 
         return generate
