@@ -7,7 +7,7 @@ For kinds with Llama's layers, or variants of them. Others are dequantised and r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,140 +16,57 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufFile, is_gguf
-from paceline.model.attention import Heads, KVCache
 from paceline.model.gguf_weights import GgufWeights, dequantized
-from paceline.model.layer_weights import LayerVariant, LayerWeights, QuantizedWeight, RotaryTables, Weight
-from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
+from paceline.model.layer_weights import LayerVariant, RotaryTables, Weight
+from paceline.model.model import ModelInfo
 from paceline.model.native.build import NativeUnavailableError
-from paceline.model.native.native_network import NativeNetwork, head_width
-from paceline.model.native.native_product import dequantize
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of
-from paceline.model.rows import Row
+from paceline.model.packed_model import FOUR_NORMS, NORMS, PackedModel, PackedNetwork, PackedWeights
 from paceline.telemetry.load_phases import load_phase
 from paceline.text import vocabulary_fingerprint
 from paceline.text.gguf_tokenizer import eos_token_ids
 
-MATRICES: Mapping[str, str] = {
-    **{"query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj"},
-    **{"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
-}
-"""Matrices of a layer, and transformers' names for them."""
-STACKED: Mapping[str, str] = {
-    **dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
-    **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
-}
-"""Those that some kinds have as rows of one matrix, in this order."""
-HEAD_NORMS: Mapping[str, str] = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-NORMS: Mapping[str, str] = {
-    **{"input_norm": "input_layernorm", "inner_norm": "post_attention_layernorm"},
-    **HEAD_NORMS,
-}
-FOUR_NORMS: Mapping[str, str] = {
-    **{"input_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm"},
-    **{"inner_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
-    **HEAD_NORMS,
-}
-"""Of a layer that norms what it adds."""
-HEAD_UNIT = 32
-"""Heads whose size is a multiple of it have no padding in the cache, so quantised weights need none."""
 GEMMA = ("gemma2", "gemma3_text")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class GgufModel(TransformersModel):
-    """Llama layers, and their variants, from a GGUF file, by native code."""
+class GgufPackedWeights(PackedWeights):
+    """The weights of a file. Raises `GgufError` if one is missing, unknown, or of a wrong shape."""
 
-    native = has_native_attention = True
-
-    def __init__(self, info: ModelInfo, file: GgufFile, config: GgufSettings, dtype: torch.dtype) -> None:
-        """`config`: of the file. `dtype`: of keys, values, and matrices that are not quantised.
-
-        Raises `GgufError` for a tensor that is missing, unknown or of a wrong shape, and `NativeUnavailableError`.
-        """
-        weights, heads = _PackedWeights(file, config, dtype), Heads.of(config)
-        cache = KVCache(info.layers, info.slots, heads, dtype, torch.device("cpu"), head_width(heads))
-        self._embedding = weights.matrix(EMBEDDING)
-        self._variant = variant_of(config)
-        self._logit_scale = 1.0 / getattr(config, "logits_scaling", 1.0)
-        self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
-        rotary = layer_rotaries(file, config, info.max_model_len)
-        self._network = NativeNetwork(
-            [weights.layer(n, heads, rotary[n]) for n in range(info.layers)],
-            heads,
-            cache,
-            rotary[0],
-            hidden=config.hidden_size,
-            eps=config.rms_norm_eps,
-            scale=score_scale(config),
-            embedding=self._embedding,
-            norm=weights.vector("model.norm.weight"),
-            head=weights.matrix(HEAD if HEAD in weights.names else EMBEDDING),
-            variant=self._variant,
-            layer_packed=file.release_pages,
-        )
-        file.release_pages()
-        super().__init__(info, cache, config)
-
-    @torch.inference_mode()
-    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
-        logits, hidden = self._network.run(rows, wanted, hidden_layers)
-        return ModelOutput(self._limited(logits), hidden)
-
-    def embedding(self) -> Tensor:
-        weight = self._embedding
-        whole = weight if isinstance(weight, Tensor) else dequantize(weight).to(self.dtype)
-        return whole if self._variant.embedding_scale == 1.0 else whole * self._variant.embedding_scale
-
-    def output(self, final: Tensor) -> Tensor:
-        return self._limited(self._network.output(final))
-
-    def _limited(self, logits: Tensor) -> Tensor:
-        if self._logit_scale != 1.0:
-            logits = logits * self._logit_scale
-        return logits if self._logit_cap is None else self._logit_cap * torch.tanh(logits / self._logit_cap)
-
-
-class _PackedWeights:
-    """The weights of Llama layers in a file. Raises `GgufError` if there are others, or one is missing."""
-
-    def __init__(self, file: GgufFile, config: GgufSettings, dtype: torch.dtype) -> None:
-        self._weights, self._config, self._dtype = GgufWeights(file.path), config, dtype
+    def __init__(self, file: GgufFile, dtype: torch.dtype) -> None:
+        """`dtype`: of matrices that are not quantised."""
+        super().__init__(dtype)
+        self._weights = GgufWeights(file.path)
         self.names = frozenset(self._weights.names)
-
-    def layer(self, n: int, heads: Heads, rotary: RotaryTables) -> LayerWeights[Weight]:
-        layer = f"model.layers.{n}"
-        fields: dict[str, Any] = {field: self._matrix_of(layer, field, heads) for field in MATRICES}
-        fields |= {f"{field}_bias": self.vector(f"{layer}.{name}.bias") for field, name in MATRICES.items()}
-        norms = FOUR_NORMS if self._config.model_type in GEMMA else NORMS
-        fields |= {field: self.vector(f"{layer}.{name}.weight") for field, name in norms.items()}
-        if heads.head_size % HEAD_UNIT and isinstance(fields["output"], QuantizedWeight):
-            fields["output"] = dequantize(fields["output"]).to(self._dtype)
-        return LayerWeights(**fields, rotary=rotary, window=self._window(n))
 
     def matrix(self, name: str) -> Weight:
         packed = self._weights.quantized(name)
-        return self._weights.tensor(name, self._dtype) if packed is None else packed
+        return self._weights.tensor(name, self.dtype) if packed is None else packed
 
     def vector(self, name: str) -> Tensor | None:
-        """A norm or a bias, float32; None if the model has none."""
         return self._weights.stored(name) if name in self.names else None
 
-    def _matrix_of(self, layer: str, field: str, heads: Heads) -> Weight:
-        """A matrix of its own, or its rows in a stacked one."""
-        if (name := f"{layer}.{MATRICES[field]}.weight") in self.names:
-            return self.matrix(name)
-        inner, keys = self._config.intermediate_size, heads.kv_heads * heads.head_size
-        sizes = {"query": keys * heads.queries_per_kv, "key": keys, "value": keys, "gate": inner, "up": inner}
-        before = [other for other, stack in STACKED.items() if stack == STACKED[field]]
-        start = sum(sizes[other] for other in before[: before.index(field)])
-        return self.matrix(f"{layer}.{STACKED[field]}.weight")[start : start + sizes[field]]
 
-    def _window(self, n: int) -> int:
-        kinds = getattr(self._config, "layer_types", None)
-        if kinds is not None and kinds[n] != "sliding_attention":
-            return 0
-        return int(getattr(self._config, "sliding_window", None) or 0)
+def packed_network(file: GgufFile, config: GgufSettings, positions: int) -> PackedNetwork:
+    """What a file's model is made of, apart from its weights, for contexts of so many positions."""
+    return PackedNetwork(
+        rotaries=layer_rotaries(file, config, positions),
+        eps=config.rms_norm_eps,
+        scale=score_scale(config),
+        windows=[_window(config, layer) for layer in range(config.num_hidden_layers)],
+        norms=FOUR_NORMS if config.model_type in GEMMA else NORMS,
+        variant=variant_of(config),
+        logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
+        logit_cap=getattr(config, "final_logit_softcapping", None),
+        layer_packed=file.release_pages,
+    )
+
+
+def _window(config: GgufSettings, layer: int) -> int:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        return 0
+    return int(getattr(config, "sliding_window", None) or 0)
 
 
 def variant_of(config: GgufSettings) -> LayerVariant:
@@ -218,7 +135,7 @@ def packed_dtype(config: GgufSettings, engine: EngineConfig) -> torch.dtype:
     return dtype
 
 
-def load_packed(path: str, name: str, engine: EngineConfig) -> GgufModel | None:
+def load_packed(path: str, name: str, engine: EngineConfig) -> PackedModel | None:
     """The model in a GGUF file; None if native code does not compute it.
 
     Raises `GgufError`, or ValueError if the engine's settings do not fit.
@@ -228,7 +145,8 @@ def load_packed(path: str, name: str, engine: EngineConfig) -> GgufModel | None:
     file = GgufFile.open(path)
     try:
         with load_phase("weights packed"):
-            model = GgufModel(_info(file, name, config, engine), file, config, packed_dtype(config, engine))
+            info, weights = _info(file, name, config, engine), GgufPackedWeights(file, packed_dtype(config, engine))
+            model = PackedModel(info, config, weights, packed_network(file, config, info.max_model_len))
     except NativeUnavailableError as error:
         log_once(f"no native pass, {file.path.name} is dequantised: {error}")
         return None

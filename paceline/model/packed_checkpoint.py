@@ -16,7 +16,6 @@ from paceline.gguf.gguf_file import is_gguf
 from paceline.model.block_quantization import BROADEST, packed_bytes, quantized
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import window_of
-from paceline.model.gguf_model import EMBEDDING, HEAD
 from paceline.model.integer_formats import has_integers, integers
 from paceline.model.layer_weights import RotaryTables, Weight
 from paceline.model.loading import dtype_of, end_tokens, is_harmless, outline, positions_of
@@ -24,7 +23,7 @@ from paceline.model.model import ModelInfo
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
-from paceline.model.packed_model import PackedModel, PackedNetwork, PackedWeights
+from paceline.model.packed_model import EMBEDDING, HEAD, PackedModel, PackedNetwork, PackedWeights
 from paceline.model.quantization import (
     Settings,
     check_format,
@@ -201,8 +200,10 @@ class CheckpointWeights(PackedWeights):
         self._check_shape(name, tuple(matrix.shape))
         return matrix
 
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self._checkpoint.tensor(name, dtype)
+    def vector(self, name: str) -> Tensor | None:
+        if name not in self.names:
+            return None
+        tensor = self._checkpoint.tensor(name, torch.float32)
         self._check_shape(name, tuple(tensor.shape))
         return tensor
 
@@ -253,7 +254,7 @@ def packed_network(network: nn.Module, name: str, engine: EngineConfig) -> Packe
         rotary: nn.Module = type(base.rotary_emb)(config=config)
     fix_rope_frequencies(rotary, engine.max_model_len or positions)
     return PackedNetwork(
-        RotaryTables.of(rotary, positions),
+        [RotaryTables.of(rotary, positions)] * len(base.layers),
         float(base.norm.variance_epsilon),
         float(base.layers[0].self_attn.scaling),
         [window_of(layer) for layer in base.layers],

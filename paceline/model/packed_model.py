@@ -1,23 +1,46 @@
-"""Llama layers by native code from the packed weights of a folder."""
+"""Llama layers, and variants of them, by native code from packed weights: of a GGUF file or a folder."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from paceline.model.attention import Heads, KVCache
-from paceline.model.gguf_model import EMBEDDING, HEAD, HEAD_UNIT, MATRICES, NORMS
-from paceline.model.layer_weights import LayerWeights, QuantizedWeight, RotaryTables, Weight
+from paceline.model.layer_weights import LLAMA, LayerVariant, LayerWeights, QuantizedWeight, RotaryTables, Weight
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.native.native_product import dequantize
 from paceline.model.rows import Row
 
+MATRICES: Mapping[str, str] = {
+    **{"query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj"},
+    **{"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
+}
+"""Matrices of a layer, and transformers' names for them."""
+STACKED: Mapping[str, Sequence[str]] = {
+    "self_attn.qkv_proj": ("query", "key", "value"),
+    "mlp.gate_up_proj": ("gate", "up"),
+}
+"""Matrices that some kinds have as rows of one, in this order."""
+HEAD_NORMS: Mapping[str, str] = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+NORMS: Mapping[str, str] = {
+    **{"input_norm": "input_layernorm", "inner_norm": "post_attention_layernorm"},
+    **HEAD_NORMS,
+}
+FOUR_NORMS: Mapping[str, str] = {
+    **{"input_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm"},
+    **{"inner_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
+    **HEAD_NORMS,
+}
+"""Of a layer that norms what it adds."""
+HEAD_UNIT = 32
+"""Heads whose size is a multiple of it have no padding in the cache, so quantised weights need none."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NORM = "model.norm.weight"
 
 
@@ -35,33 +58,42 @@ class PackedWeights(ABC):
         """Quantised, or in `dtype`."""
 
     @abstractmethod
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Not quantised, in `dtype`."""
-
     def vector(self, name: str) -> Tensor | None:
         """A norm or a bias, float32; None if the model has none."""
-        return self.tensor(name, torch.float32) if name in self.names else None
 
-    def layer(self, n: int, heads: Heads, window: int = 0) -> LayerWeights[Weight]:
-        """Of layer `n`, which sees `window` positions, or all."""
+    def layer(self, n: int, heads: Heads, network: PackedNetwork) -> LayerWeights[Weight]:
+        """Of layer `n`."""
         layer = f"model.layers.{n}"
-        fields: dict[str, Any] = {field: self.matrix(f"{layer}.{name}.weight") for field, name in MATRICES.items()}
+        fields: dict[str, Any] = self._matrices(layer, heads)
         fields |= {f"{field}_bias": self.vector(f"{layer}.{name}.bias") for field, name in MATRICES.items()}
-        fields |= {field: self.vector(f"{layer}.{name}.weight") for field, name in NORMS.items()}
+        fields |= {field: self.vector(f"{layer}.{name}.weight") for field, name in network.norms.items()}
         if heads.head_size % HEAD_UNIT and isinstance(fields["output"], QuantizedWeight):
             fields["output"] = dequantize(fields["output"]).to(self.dtype)
-        return LayerWeights(**fields, window=window)
+        return LayerWeights(**fields, rotary=network.rotaries[n], window=network.windows[n])
+
+    def _matrices(self, layer: str, heads: Heads) -> dict[str, Weight]:
+        """Each a tensor of its own, or its rows of a stacked one."""
+        keys = heads.kv_heads * heads.head_size
+        sizes = {"query": keys * heads.queries_per_kv, "key": keys, "value": keys}
+        matrices: dict[str, Weight] = {}
+        for stack, fields in STACKED.items():
+            if (name := f"{layer}.{stack}.weight") in self.names:
+                whole, start = self.matrix(name), 0
+                for field in fields:
+                    end = start + sizes.get(field, len(whole) // len(fields))
+                    matrices[field], start = whole[start:end], end
+        single = {field: name for field, name in MATRICES.items() if field not in matrices}
+        return matrices | {field: self.matrix(f"{layer}.{name}.weight") for field, name in single.items()}
 
 
 class PackedLayers(Sequence[LayerWeights[Weight]]):
     """A model's layers, each read when it is asked for, and not kept."""
 
-    def __init__(self, weights: PackedWeights, heads: Heads, windows: Sequence[int]) -> None:
-        """`windows`: of each layer, 0 for one that sees all positions."""
-        self._weights, self._heads, self._windows = weights, heads, windows
+    def __init__(self, weights: PackedWeights, heads: Heads, network: PackedNetwork, layers: range) -> None:
+        self._weights, self._heads, self._network, self._layers = weights, heads, network, layers
 
     def __len__(self) -> int:
-        return len(self._windows)
+        return len(self._layers)
 
     @overload
     def __getitem__(self, n: int) -> LayerWeights[Weight]: ...
@@ -69,20 +101,27 @@ class PackedLayers(Sequence[LayerWeights[Weight]]):
     def __getitem__(self, n: slice) -> Sequence[LayerWeights[Weight]]: ...
     def __getitem__(self, n: int | slice) -> LayerWeights[Weight] | Sequence[LayerWeights[Weight]]:
         if isinstance(n, slice):
-            return PackedLayers(self._weights, self._heads, self._windows[n])
-        return self._weights.layer(range(len(self))[n], self._heads, self._windows[n])
+            return PackedLayers(self._weights, self._heads, self._network, self._layers[n])
+        return self._weights.layer(self._layers[n], self._heads, self._network)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedNetwork:
     """What a network is made of, apart from its weights."""
 
-    rotary: RotaryTables
+    rotaries: Sequence[RotaryTables]
+    """Of each layer."""
     eps: float
     scale: float
     """Of scores."""
     windows: Sequence[int]
     """Positions that each layer sees; 0: all."""
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
+    """Of a layer, and transformers' names for them."""
+    variant: LayerVariant = LLAMA
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    """Limit of logits, by tanh."""
     layer_packed: Callable[[], None] = lambda: None
     """Called when a layer's weights have been copied."""
 
@@ -97,18 +136,19 @@ class PackedModel(TransformersModel):
         `NativeUnavailableError`."""
         heads = Heads.of(config)
         cache = KVCache(info.layers, info.slots, heads, weights.dtype, torch.device("cpu"), head_width(heads))
-        self._embedding = weights.matrix(EMBEDDING)
+        self._parts, self._embedding = network, weights.matrix(EMBEDDING)
         self._network = NativeNetwork(
-            PackedLayers(weights, heads, network.windows),
+            PackedLayers(weights, heads, network, range(info.layers)),
             heads,
             cache,
-            network.rotary,
+            network.rotaries[0],
             hidden=config.hidden_size,
             eps=network.eps,
             scale=network.scale,
             embedding=self._embedding,
             norm=weights.vector(NORM),
             head=weights.matrix(HEAD) if HEAD in weights.names else self._embedding,
+            variant=network.variant,
             layer_packed=network.layer_packed,
         )
         network.layer_packed()
@@ -116,11 +156,18 @@ class PackedModel(TransformersModel):
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
-        return ModelOutput(*self._network.run(rows, wanted, hidden_layers))
+        logits, hidden = self._network.run(rows, wanted, hidden_layers)
+        return ModelOutput(self._limited(logits), hidden)
 
     def embedding(self) -> Tensor:
-        weight = self._embedding
-        return weight if isinstance(weight, Tensor) else dequantize(weight).to(self.dtype)
+        weight, scale = self._embedding, self._parts.variant.embedding_scale
+        whole = weight if isinstance(weight, Tensor) else dequantize(weight).to(self.dtype)
+        return whole if scale == 1.0 else whole * scale
 
     def output(self, final: Tensor) -> Tensor:
-        return self._network.output(final)
+        return self._limited(self._network.output(final))
+
+    def _limited(self, logits: Tensor) -> Tensor:
+        scale, cap = self._parts.logit_scale, self._parts.logit_cap
+        scaled = logits if scale == 1.0 else logits * scale
+        return scaled if cap is None else cap * torch.tanh(scaled / cap)

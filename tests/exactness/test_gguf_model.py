@@ -15,10 +15,11 @@ from torch import nn
 
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_file import GgufError
-from paceline.model import gguf_model, gguf_weights
-from paceline.model.gguf_model import GgufModel, load_packed
+from paceline.model import gguf_weights, packed_model
+from paceline.model.gguf_model import load_packed
 from paceline.model.layer_weights import QuantizedWeight
 from paceline.model.native.native_library import NativeLibrary
+from paceline.model.packed_model import PackedModel
 from paceline.model.rope import fix_rope_frequencies
 from paceline.model.rows import SlotTable
 from tests.helpers.gguf_files import YARN, tiny_config, write_gguf
@@ -54,7 +55,7 @@ class Written:
         self.path = folder / "tiny.gguf"
         self.network: nn.Module = write_gguf(self.path, tiny_config(kind, **changes), quantization)
 
-    def load(self, dtype: str = "float32", slots: int = 2048) -> GgufModel:
+    def load(self, dtype: str = "float32", slots: int = 2048) -> PackedModel:
         model = load_packed(str(self.path), "tiny", EngineConfig(slots=slots, dtype=dtype))
         assert model is not None
         return model
@@ -79,7 +80,7 @@ def tokens(count: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(3, 259), k=count)
 
 
-def difference(file: Written, model: GgufModel) -> float:
+def difference(file: Written, model: PackedModel) -> float:
     """Of logits, relative to them: roots of the sums of squares."""
     sequence = tokens(60)
     expected = file.expected(sequence)
@@ -112,7 +113,7 @@ def test_formats_with_two_levels_of_scales_compute_the_same(quantization: str, w
 def test_weights_stay_packed(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[type] = []
     monkeypatch.setattr(
-        gguf_model,
+        packed_model,
         "NativeNetwork",
         lambda layers, *_, **options: seen.extend(
             type(each) for layer in layers for each in (layer.query, layer.value, layer.gate, layer.up, layer.down)

@@ -634,9 +634,9 @@ MUTANTS = (
     ),
     Mutant(
         "the third of the matrices in one begins where the second does",
-        "paceline/model/gguf_model.py",
-        "start = sum(sizes[other] for other in before[: before.index(field)])",
-        "start = sum(sizes[other] for other in before[: before.index(field)][:1])",
+        "paceline/model/packed_model.py",
+        "matrices[field], start = whole[start:end], end",
+        "matrices[field], start = whole[start:end], len(matrices) and start",
         ("exactness/test_gguf_model.py",),
     ),
     Mutant(

@@ -28,8 +28,8 @@ from paceline.launcher import StartError
 from paceline.memory_plan import packed_memory, plan_memory
 from paceline.model import Model, SlotTable, load
 from paceline.model.gguf_loading import model_config, read_gguf
-from paceline.model.gguf_model import GgufModel
 from paceline.model.loading import outline
+from paceline.model.packed_model import PackedModel
 from paceline.model.target_weights import load_target_weights
 from paceline.model_names import ModelNotFoundError, configuration, resolve_model, served_name
 from tests.helpers.gguf_files import KINDS, YARN, tiny_config, write_gguf
@@ -116,7 +116,7 @@ def test_mistral_3_is_packed_in_the_order_of_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, tiny_config("ministral3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}), "F32")
     model, expected = load(str(path), CONFIG), logits_of(read(path))
-    assert isinstance(model, GgufModel)
+    assert isinstance(model, PackedModel)
     assert (model_logits(model) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
@@ -218,8 +218,8 @@ def test_the_memory_of_a_file_that_stays_packed_is_its_own(file: Path) -> None:
 
 def test_the_plan_counts_what_is_dequantised_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sizes = {}
-    for model_type in ("qwen3", "gemma2"):
-        config = tiny_config(model_type, head_dim=32, hidden_size=1024, intermediate_size=4096)
+    for model_type in ("qwen3", "starcoder2"):
+        config = tiny_config(model_type, head_dim=256, hidden_size=1024, intermediate_size=4096)
         network = write_gguf(tmp_path / f"{model_type}.gguf", config, "Q4_0")
         with caplog.at_level(logging.INFO):
             plan_memory(
@@ -229,7 +229,7 @@ def test_the_plan_counts_what_is_dequantised_whole(tmp_path: Path, caplog: pytes
         sizes[model_type] = record.weights_gib * 2**30 / sum(each.numel() for each in network.parameters())
         caplog.clear()
     assert sizes["qwen3"] == pytest.approx(18 / 32, rel=0.05)  # bytes of a number
-    assert sizes["gemma2"] == pytest.approx(2, rel=0.05)
+    assert sizes["starcoder2"] == pytest.approx(2, rel=0.05)
 
 
 @pytest.mark.parametrize("end", [3, 100, 20_000, -1])
@@ -242,18 +242,18 @@ def test_a_file_that_is_cut_off_is_refused(end: int, file: Path) -> None:
 
 def test_a_bad_tensor_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, tiny_config("gemma2"), extra_tensors={"blk.0.codes": np.ones((2, 32), np.int8)})
+    write_gguf(path, tiny_config("starcoder2"), extra_tensors={"blk.0.codes": np.ones((2, 32), np.int8)})
     with pytest.raises(ValueError, match=r"the tensor blk.0.codes is of the type I8, not read here"):
         load(str(path), CONFIG)
     write_gguf(
-        path, tiny_config("gemma2"), change=lambda name, data: data[:-1] if name == "output_norm.weight" else data
+        path, tiny_config("starcoder2"), change=lambda name, data: data[:-1] if name == "output_norm.weight" else data
     )
     with pytest.raises(ValueError, match=r"the tensor output_norm.weight has the shape \[63\], and not \[64\]"):
         load(str(path), CONFIG)
     write_gguf(path, tiny_config("qwen2", rope_parameters=YARN), omit=["blk.1.attn_q.bias"])
     with pytest.raises(ValueError, match=r"has no tensor blk.1.attn_q.bias"):
         load(str(path), CONFIG)
-    write_gguf(path, tiny_config("gemma2"), tokens=300)
+    write_gguf(path, tiny_config("starcoder2"), tokens=300)
     with pytest.raises(ValueError, match=r"tokenizer.ggml.tokens has 300 tokens, but token_embd.weight has 320 rows"):
         load(str(path), CONFIG)
 
