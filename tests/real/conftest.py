@@ -1,4 +1,4 @@
-"""The published models, downloaded, and programs of llama.cpp."""
+"""The published models, downloaded, and llama.cpp, built."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from paceline.published_models import PUBLISHED, download
-from tests.real.llama_cpp import VARIABLE, find_program
+from paceline_lab.peers.llama_cpp_build import llama_cpp_programs
+
+PEERS = Path(".venv-peers")
+"""Where `paceline bench peers` has llama.cpp, too."""
 
 
 @pytest.fixture(scope="module", params=list(PUBLISHED))
@@ -21,19 +24,6 @@ def path(name: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def llama_server() -> Path:
-    """llama.cpp's program of this name."""
-    return program("llama-server")
-
-
-@pytest.fixture(scope="session")
-def llama_perplexity() -> Path:
-    """llama.cpp's program of this name."""
-    return program("llama-perplexity")
-
-
-def program(name: str) -> Path:
-    found = find_program(name)
-    if found is None:
-        pytest.skip(f"there is no {name}: name the folder of llama.cpp's programs in {VARIABLE}")
-    return found
+def llama_cpp() -> Path:
+    """The folder of llama.cpp's programs."""
+    return llama_cpp_programs(PEERS)

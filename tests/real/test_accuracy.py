@@ -43,9 +43,9 @@ def compare(gguf: Path, written: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_no_less_accurate_than_llama_cpp(name: str, path: Path, llama_perplexity: Path) -> None:
+def test_no_less_accurate_than_llama_cpp(name: str, path: Path, llama_cpp: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = compare(path, write_log_probs(llama_perplexity, path, Path(folder)))
+        found = compare(path, write_log_probs(llama_cpp / "llama-perplexity", path, Path(folder)))
     print(f"\n{name}: {json.dumps(found)}")
     ours, theirs = found["paceline"], found["llama.cpp"]
     assert ours["positions"] >= 2000

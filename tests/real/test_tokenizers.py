@@ -125,8 +125,8 @@ def special_tokens(gguf: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server(llama_server: Path, path: Path) -> Iterator[httpx.Client]:
-    with running(llama_server, path) as client:
+def server(llama_cpp: Path, path: Path) -> Iterator[httpx.Client]:
+    with running(llama_cpp / "llama-server", path) as client:
         yield client
 
 
