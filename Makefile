@@ -14,7 +14,7 @@ PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-chec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo chat bench gpu load chaos combinations schemas train test test-all lint types layers pytest \
-	pytest-all test-vllm clients native-check native-cross mutants models lines chart format schema proto clean
+	pytest-all test-vllm test-real clients native-check native-cross mutants models lines chart format schema proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,12 +83,12 @@ ALONE := -n 2 --dist loadfile
 MAYBE_NONE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
 pytest: setup  ## the tests of every day, without lint and types
-	@$(BIN)/pytest -m "not alone and not slow and not vllm" $(TOGETHER) $(PYTEST_ARGS) $(MAYBE_NONE)
-	@$(BIN)/pytest -m "alone and not slow and not vllm" $(ALONE) $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "not alone and not slow and not vllm and not real" $(TOGETHER) $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "alone and not slow and not vllm and not real" $(ALONE) $(PYTEST_ARGS) $(MAYBE_NONE)
 
 pytest-all: setup
-	@$(BIN)/pytest -m "not alone and not vllm" $(TOGETHER) --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
-	@$(BIN)/pytest -m "alone and not vllm" --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "not alone and not vllm and not real" $(TOGETHER) --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "alone and not vllm and not real" --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
 
 # The library alone is compiled for them, not Python: so theirs has to be loaded first. Python leaks by intention. Their
 # reports go to stderr's file descriptor, which pytest must not capture: the process ends right after.
@@ -114,6 +114,9 @@ $(VLLM_STAMP): pyproject.toml | $(STAMP)
 		$$($(BIN)/python -m pip freeze | grep '^ray==')
 	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --editable . redis
 	@touch $@
+
+test-real: setup  ## three published models, 1.7 GB: tokens and figures beside llama.cpp's, which it builds
+	@$(BIN)/python -m tests.real $(PYTEST_ARGS)
 
 # Other people's clients, and what checks the description of the API. torch comes first, for the CPU; node's wheel has
 # npm. instructor asks for an older jiter and an older rich than openai and schemathesis do, and works with theirs.

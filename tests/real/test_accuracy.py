@@ -1,0 +1,53 @@
+"""A packed model is no farther from its dequantised weights in float32 than llama.cpp is, on the same positions."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+
+CONTEXT = 512
+CHUNKS = 8
+"""Of which the second halves count: 2,040 positions."""
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def text() -> str:
+    """Code and prose: the beginning of a module of the standard library, and of a description."""
+    code, prose = inspect.getsource(argparse), (DOCS / "architecture.md").read_text()
+    return code[:14_000] + prose[:20_000]
+
+
+def write_log_probs(program: Path, gguf: Path, folder: Path) -> Path:
+    """llama.cpp's log-probabilities of the text."""
+    (folder / "text").write_text(text())
+    sizes = ["-c", str(CONTEXT), "-b", str(CONTEXT), "--chunks", str(CHUNKS), "-t", "2"]
+    files = ["-m", str(gguf), "-f", str(folder / "text"), "--kl-divergence-base", str(folder / "logits")]
+    subprocess.run([program, *files, *sizes], check=True, capture_output=True)
+    return folder / "logits"
+
+
+def compare(gguf: Path, written: Path) -> dict[str, dict[str, float]]:
+    argv = [sys.executable, "-m", "tests.real.accuracy", str(gguf), str(written)]
+    run = subprocess.run(argv, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    found: dict[str, dict[str, float]] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def test_no_less_accurate_than_llama_cpp(name: str, path: Path, llama_cpp: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare(path, write_log_probs(llama_cpp / "llama-perplexity", path, Path(folder)))
+    print(f"\n{name}: {json.dumps(found)}")
+    ours, theirs = found["paceline"], found["llama.cpp"]
+    assert ours["positions"] >= 2000
+    assert ours["kl"] <= theirs["kl"]
+    assert ours["agreement"] >= theirs["agreement"]
