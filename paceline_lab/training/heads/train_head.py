@@ -224,6 +224,8 @@ class HeadTrainingOptions:
     """Whether the head predicts by the target's output matrix and has none of its own."""
     intermediate_size: int | None = None
     """The width of the head's MLP; None: INNER hidden sizes."""
+    batch_rows: int | None = None
+    """Rows of 512 tokens in a step; None: those of SCHEDULE."""
     minutes: float = 60.0
     work_dir: Path = Path("work")
     keep_gb: float = 4.0
@@ -262,7 +264,7 @@ def train_head(options: HeadTrainingOptions) -> None:
         reading = library.read(names)
         return draft_loss(model(reading, recipe.steps), reading)
 
-    schedule = fitting(SCHEDULE, _longest(target, learned))
+    schedule = fitting(SCHEDULE, _longest(target, learned), options.batch_rows)
     trainer = Trainer(head, library.stream(seed=21), loss, schedule, 60 * options.minutes)
     checkpoint = options.work_dir / options.method
     if checkpoint.with_suffix(".pt").exists():
@@ -273,10 +275,10 @@ def train_head(options: HeadTrainingOptions) -> None:
         copy_tokenizer(Path(resolve_model(options.target)), options.out)
 
 
-def fitting(schedule: Schedule, longest: int) -> Schedule:
-    """The schedule with rows of at most `longest` tokens."""
-    phases = (replace(phase, length=min(phase.length, longest)) for phase in schedule.phases)
-    return replace(schedule, phases=tuple(phases))
+def fitting(schedule: Schedule, longest: int, batch_rows: int | None = None) -> Schedule:
+    """The schedule with rows of at most `longest` tokens. `batch_rows`: of its first phase; None: as it is."""
+    first, *later = (replace(phase, length=min(phase.length, longest)) for phase in schedule.phases)
+    return replace(schedule, phases=(replace(first, rows=batch_rows or first.rows), *later))
 
 
 def evaluation(head: nn.Module, steps: int, reader: TargetReader, documents: Sequence[Ids]) -> Callable[[], Described]:
@@ -465,6 +467,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--intermediate-size", type=_positive, help=f"of the head's MLP; {INNER} hidden sizes if absent"
+    )
+    parser.add_argument(
+        "--batch-rows", type=_positive, help="rows of 512 tokens in a step: fewer learn more in little time"
     )
     parser.add_argument("--out", type=Path, required=True, help="the head's folder")
     parser.add_argument(
