@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SamplingParams
 from paceline.gguf.gguf_file import GgufError
+from paceline.llm import LLM
 from paceline.model import gguf_weights, packed_model
 from paceline.model.gguf_model import load_packed
 from paceline.model.layer_weights import QuantizedWeight
@@ -22,6 +24,9 @@ from paceline.model.native.native_library import NativeLibrary
 from paceline.model.packed_model import PackedModel
 from paceline.model.rope import fix_rope_frequencies
 from paceline.model.rows import SlotTable
+from paceline_lab.training.heads.eagle3_module import Eagle3Module
+from paceline_lab.training.heads.target_reader import TargetReader, draft_loss
+from paceline_lab.training.heads.train_head import RECIPES, head_config, save_head
 from tests.helpers.gguf_files import YARN, tiny_config, write_gguf
 from tests.helpers.row_runs import assert_same, chunks, lockstep, one_by_one, random_trees
 
@@ -187,3 +192,43 @@ def test_hidden_states_and_the_embedding_are_those_of_the_network(kind: str, wri
     assert torch.equal(hidden[:, 0], states[0][0])
     assert torch.equal(model.embedding()[sequence], states[0][0])
     assert (hidden[:, 1] - states[1][0]).norm() < INT8_ROWS * states[1].norm()
+
+
+def taught_head(network: nn.Module, rows: Sequence[Sequence[int]], folder: Path) -> Path:
+    """An EAGLE-3 head that has learned these rows, which predicts half of the tokens by the target's output matrix."""
+    vocabulary = torch.arange(0, network.config.vocab_size, 2)
+    reader = TargetReader(network, RECIPES["eagle3"].layers(network.config.num_hidden_layers), vocabulary)
+    config = head_config(network.config)
+    torch.manual_seed(6)
+    head = Eagle3Module(config, 3, reader.output)
+    head.restrict(vocabulary)
+    head.share_output()
+    reading = reader.read(torch.tensor(rows))
+    optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        draft_loss(head(reading, 3), reading).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    config.draft_vocab_size = len(vocabulary)
+    save_head(head, RECIPES["eagle3"], config, folder)
+    return folder
+
+
+@pytest.mark.parametrize("quantization", ["Q4_1", "Q8_0"])
+def test_a_head_drafts_for_a_packed_file(quantization: str, tmp_path: Path) -> None:
+    """Drafts change no token, whether the head learned the text or not, and the ones it learned are accepted."""
+    file = Written(tmp_path, "llama", quantization, num_hidden_layers=8)
+    plain = LLM(str(file.path), None, {"slots": 1024, "dtype": "float32", "enable_prefix_caching": False})
+    prompts, greedy = [tokens(9, n) for n in range(4)], SamplingParams(temperature=0.0, min_tokens=40, max_tokens=40)
+    answers = plain.generate(prompts, greedy)
+    rows = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
+    head = taught_head(file.network, rows, tmp_path / "head")
+    always = {"num_speculative_tokens": 3, "draft_schedule": "lockstep", "row_budget": False}
+    llm = plain.with_speculation({"method": "eagle3", "model": str(head), **always})
+    guessed = llm.generate(prompts, greedy)
+    assert [each.tokens for each in guessed] == [each.tokens for each in answers]
+    assert sum(each.speculation.accepted_tokens for each in guessed) > 20
+    drawn = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
+    assert [each.tokens for each in llm.generate(prompts, drawn)] == [
+        each.tokens for each in plain.generate(prompts, drawn)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -24,6 +25,7 @@ from paceline.drafting.methods.mtp import load_mtp
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.rows import SlotTable
 from paceline_lab.training.family.token_corpus import windows
+from paceline_lab.training.heads.eagle3_module import Eagle3Module
 from paceline_lab.training.heads.target_output_cache import TargetOutputCache
 from paceline_lab.training.heads.target_reader import (
     DECAY,
@@ -49,8 +51,9 @@ def begun(method: str) -> tuple[nn.Module, TargetReader]:
 
 def save_unrounded(head: nn.Module, method: str, folder: Path) -> None:
     save_head(head, RECIPES[method], head_config(target_network().config), folder)
+    file = folder / RECIPES[method].file
     tensors = {RECIPES[method].stored_as(name): each.detach() for name, each in head.named_parameters()}
-    save_file(tensors, folder / RECIPES[method].file, {"format": "pt"})
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
 
 
 def rows(count: int) -> Tensor:
@@ -99,6 +102,66 @@ def test_every_step_of_the_training_is_a_step_of_a_draft(method: str, tmp_path: 
         for step, logits in enumerate(chain(network, reading, row, STEPS)):
             expected = steps_logits[step][0, row]
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+SOME = torch.arange(1, VOCABULARY, 3)
+"""A draft vocabulary."""
+
+
+def restricted(*, shared: bool) -> tuple[Eagle3Module, TargetReader]:
+    """A disturbed EAGLE-3 head of the draft vocabulary. `shared`: by the target's output matrix."""
+    head, _ = disturbed("eagle3")
+    assert isinstance(head, Eagle3Module)
+    target = target_network()
+    if shared:
+        with torch.no_grad():
+            head.lm_head.weight.copy_(target.lm_head.weight)
+    head.restrict(SOME)
+    if shared:
+        head.share_output()
+    return head, TargetReader(target, RECIPES["eagle3"].layers(LAYERS), SOME)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@torch.no_grad()
+def test_a_head_of_fewer_tokens_is_trained_on_what_it_guesses(shared: bool, tmp_path: Path) -> None:
+    """Columns of the training are the logits of a draft, for the tokens that d2t names."""
+    head, reader = restricted(shared=shared)
+    save_unrounded(head, "eagle3", tmp_path)
+    assert ("lm_head.weight" in Checkpoint(tmp_path).names) is not shared
+    network = Eagle3Network(Checkpoint(tmp_path), target_weights(), 256)
+    assert network.ids is not None
+    assert torch.equal(network.ids, SOME)
+    reading = reader.read(rows(1))
+    steps_logits = head(reading, STEPS)
+    for row in (0, 30):
+        for step, logits in enumerate(chain(network, reading, row, STEPS)):
+            expected = steps_logits[step][0, row]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def test_tokens_outside_of_the_vocabulary_are_no_columns() -> None:
+    """They are never accepted, and what the target gives to them is what a head of these columns leaves to others."""
+    _, whole = begun("eagle3")
+    target = target_network()
+    reading, cut = whole.read(rows(1)), TargetReader(target, RECIPES["eagle3"].layers(LAYERS), SOME).read(rows(1))
+    inside = torch.isin(reading.likely_BLK, SOME)
+    assert bool(inside.any())
+    assert not bool(inside.all())
+    assert torch.equal(cut.likely_BLK >= 0, inside)
+    assert torch.equal(SOME[cut.likely_BLK[inside]], reading.likely_BLK[inside])
+    right = [logits(whole, reading)[:, 1:]]
+    assert float(accepted_by_depth(right, reading, 0)) == 1
+    chosen = inside[:, 1:, 0].float().mean()
+    assert float(accepted_by_depth([right[0][..., SOME]], cut, 0)) == pytest.approx(float(chosen))
+    even = [torch.zeros(1, LENGTH - 1, len(SOME))]
+    shares = reading.log_shares_BLK.exp()[:, 1:] * inside[:, 1:]
+    columns = inside[:, 1:].sum(-1)
+    rest = 1 - shares.sum(-1)
+    left = (1 - columns / len(SOME)).clamp_min(1e-6).log()
+    expected = (shares.sum(-1) * math.log(len(SOME)) - rest * left).mean()
+    assert float(draft_loss(even, cut)) == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize("method", [*NETWORKS, "medusa", "mlp_speculator"])

@@ -34,6 +34,7 @@ from paceline_lab.training.heads import train_head
 from paceline_lab.training.heads.target_reader import TargetReader
 from paceline_lab.training.heads.text_files import TextError, divided, read_documents
 from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.head_checkpoints import save_target
 from tests.helpers.llamas import VOCABULARY
 
 ENOUGH = 1e-6
@@ -145,6 +146,36 @@ def test_text_may_be_shorter_than_the_rows_of_the_schedule(target: Path, tmp_pat
     assert all(map(math.isfinite, [last["held_out_loss"], *last["accepted_by_depth"]]))
     schedule = Schedule((Phase(0.5, 4, 100), Phase(1.0, 1, 2048)), muon_rate=0.5)
     assert train_head.fitting(schedule, 511) == Schedule((Phase(0.5, 4, 100), Phase(1.0, 1, 511)), muon_rate=0.5)
+    assert train_head.fitting(schedule, 9999, 2) == Schedule((Phase(0.5, 2, 100), Phase(1.0, 1, 2048)), muon_rate=0.5)
+
+
+def test_a_head_of_frequent_tokens_keeps_them_when_the_text_grows(tmp_path: Path, train: Train) -> None:
+    """The same command goes on with the tokens that it began with, and so does a training that starts from its head."""
+    line = arguments(tmp_path, save_target(tmp_path / "target"), numbers(tmp_path / "grown.jsonl", range(10, 30)))
+    line[0] = "eagle3"
+    some = ("--draft-vocab-size", "20", "--share-output", "--intermediate-size", "32", "--batch-rows", "1")
+    assert train(line, *some) == 0
+    first = Checkpoint(tmp_path / "head")
+    assert first.config["draft_vocab_size"] == 20
+    assert first.config["intermediate_size"] == 32
+    assert "lm_head.weight" not in first.names
+    named = first.tensor("d2t") + torch.arange(20)
+    assert named.tolist() == list(range(10, 30))
+    assert first.tensor("t2d").nonzero()[:, 0].tolist() == named.tolist()
+    numbers(tmp_path / "grown.jsonl", range(40, 70))
+    assert train(line, *some) == 0
+    assert torch.equal(Checkpoint(tmp_path / "head").tensor("d2t"), first.tensor("d2t"))
+    again = arguments(tmp_path / "again", tmp_path / "target", tmp_path / "grown.jsonl")
+    again[0] = "eagle3"
+    assert train(again, *some, "--start-from", str(tmp_path / "head")) == 0
+    assert torch.equal(Checkpoint(tmp_path / "again" / "head").tensor("d2t"), first.tensor("d2t"))
+
+
+def numbers(path: Path, among: range) -> Path:
+    """Two documents of these numbers: one to learn from, one to hold out."""
+    line = json.dumps({"text": " ".join(map(str, [*among] * (300 // len(among))))})
+    path.write_text(f"{line}\n{line}\n")
+    return path
 
 
 def test_held_out_files_are_not_learned_from(
@@ -210,6 +241,7 @@ def model_of(kind: str) -> Callable[[Path], str]:
         ("--start-from", model_of("llama"), "start from a folder that `paceline train` wrote"),
         ("--start-from", another_head, "medusa_lm_head.safetensors has "),
         ("--target", lambda folder: "table:64", "has no weights"),
+        ("--draft-vocab-size", lambda _: "8", "--draft-vocab-size is for eagle3 heads"),
         ("--target", model_of("llama"), "llama cannot be read"),
         ("--target", model_of("foreign"), "foreign cannot be read"),
     ],

@@ -91,9 +91,7 @@ class HeadWeights:
             own = self.take(name, max(columns, self.shape(name)[0]), width)[:columns]
             if ids is not None or width != target.hidden_size or not _is_output_of(target, own):
                 return own
-        if ids is None:
-            return target.output
-        return lambda final: target.output(final).index_select(-1, ids)
+        return target.output if ids is None else _output_rows(target, ids)
 
     def target_ids(self) -> Tensor | None:
         """int64 [columns]: the target's token of each of the head's, from the offsets in `d2t`. None: all of the
@@ -139,6 +137,15 @@ class HeadWeights:
                 f"{self._checkpoint} has no tensor {name}: it is incomplete, or not of the configured method"
             )
         return self._stored[name]
+
+
+@torch.inference_mode()
+def _output_rows(target: TargetWeights, ids: Tensor) -> Tensor:
+    """Rows of the target's output matrix, [ids, hidden size]: its products of unit vectors, however it is stored."""
+    inputs = torch.arange(target.hidden_size, device=target.device)
+    units = F.one_hot(inputs, target.hidden_size).to(target.dtype)
+    columns = [target.output(part).index_select(-1, ids) for part in units.split(PROBED_INPUTS)]
+    return torch.cat(columns).T.to(target.dtype).contiguous()
 
 
 def _is_output_of(target: TargetWeights, matrix: Tensor) -> bool:

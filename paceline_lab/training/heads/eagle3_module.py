@@ -10,6 +10,7 @@ Shapes: B rows, L positions, H hidden size, h that of the head, N heads, G heads
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -29,9 +30,23 @@ class Eagle3Module(nn.Module):
         self.fc = nn.Linear(states * h, h, bias=False)
         self.midlayer = _Eagle3Layer(config)
         self.norm = LlamaRMSNorm(h, config.rms_norm_eps)
-        self.lm_head = nn.Linear(h, len(output), bias=False)
+        self.lm_head: nn.Linear | FixedLinear = nn.Linear(h, len(output), bias=False)
         with torch.no_grad():
             self.lm_head.weight.copy_(output)
+
+    @torch.no_grad()
+    def restrict(self, vocabulary: Tensor) -> None:
+        """Keep the output columns of these tokens of the target alone: int64 [columns], rising. The buffers `d2t`, each
+        column's token less its number, and `t2d`, which tokens have a column, are those of the uploads."""
+        whole = self.lm_head.weight
+        self.lm_head = nn.Linear(whole.shape[1], len(vocabulary), bias=False)
+        self.lm_head.weight.copy_(whole[vocabulary])
+        self.register_buffer("d2t", vocabulary - torch.arange(len(vocabulary)))
+        self.register_buffer("t2d", torch.isin(torch.arange(len(whole)), vocabulary))
+
+    def share_output(self) -> None:
+        """Take the output matrix as it is: the target's, which is neither trained nor saved."""
+        self.lm_head = FixedLinear(self.lm_head.weight.detach().clone())
 
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
         """Logits [B, L - 1 - s, columns] of each step s, for the tokens from 2 + s on and the one past the end."""
@@ -42,6 +57,19 @@ class Eagle3Module(nn.Module):
             x = self.midlayer(reading.embedded_BLH[:, 1 + step :], x[:, : x.shape[1] - (step > 0)], past)
             logits.append(self.lm_head(self.norm(x)))
         return logits
+
+
+class FixedLinear(nn.Module):
+    """A product with a matrix [out, in] that is no parameter."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 class _Eagle3Layer(nn.Module):

@@ -29,7 +29,7 @@ class TargetOutputs:
     embedded_BLH: Tensor
     states_BLSH: Tensor
     likely_BLK: Tensor
-    """The most probable next tokens, likeliest first."""
+    """The most probable next tokens, likeliest first, as columns of the head's logits; -1: it has no such column."""
     log_shares_BLK: Tensor
     """Their log-probabilities in nats, float32."""
     output_VH: Tensor
@@ -43,11 +43,13 @@ class TargetOutputs:
 class TargetReader:
     """A frozen target."""
 
-    def __init__(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
+    def __init__(self, target: PreTrainedModel, layers: Sequence[int], vocabulary: Tensor | None = None) -> None:
+        """`vocabulary`: int64 [columns], the token of each column of the head's logits. None: column n is token n."""
         self.target = target.eval().requires_grad_(False)
         base: Any = target.base_model
         self._taps: list[nn.Module] = [base.get_input_embeddings(), *base.layers, base]
         self._layers = layers
+        self._columns_V = None if vocabulary is None else columns_of(vocabulary.to(target.device), len(self.output))
 
     @property
     def output(self) -> Tensor:
@@ -68,6 +70,8 @@ class TargetReader:
         states_BLSH = torch.stack([kept[n] for n in self._layers], 2)
         log_probs_BLV: Tensor = output.logits.float().log_softmax(-1)
         log_shares_BLK, likely_BLK = log_probs_BLV.topk(min(KEPT, log_probs_BLV.shape[-1]))
+        if self._columns_V is not None:
+            likely_BLK = self._columns_V[likely_BLK]
         return TargetOutputs(ids_BL, kept[0], states_BLSH, likely_BLK, log_shares_BLK, self.output)
 
     @torch.no_grad()
@@ -82,6 +86,13 @@ class TargetReader:
         return TargetOutputs(ids_BL, embedded, states, likely, log_shares, self.output)
 
 
+def columns_of(vocabulary: Tensor, size: int) -> Tensor:
+    """The column of each of `size` tokens in a `vocabulary` of tokens, int64 [size]; -1: of a token outside of it."""
+    columns = torch.full((size,), -1, device=vocabulary.device)
+    columns[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
+    return columns
+
+
 def _keep(kept: dict[int, Tensor], n: int) -> Any:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         kept[n] = output if isinstance(output, Tensor) else output[0]
@@ -92,9 +103,11 @@ def _keep(kept: dict[int, Tensor], n: int) -> Any:
 def draft_loss(logits: Sequence[Tensor], reading: TargetOutputs) -> Tensor:
     """Cross-entropy from the target's distributions to each step's, nats per token, weighted by DECAY: a scalar.
 
-    `logits[s]` [B, L - 1 - s, V] are a head's logits, at each position, for the token 2 + s after it.
+    `logits[s]` [B, L - 1 - s, columns] are a head's logits, at each position, for the token 2 + s after it. What the
+    target gives to tokens without a column counts as given to none of its likely tokens.
     """
-    likely, shares = reading.likely_BLK, reading.log_shares_BLK.exp()
+    known = reading.likely_BLK >= 0
+    likely, shares = reading.likely_BLK.clamp_min(0), reading.log_shares_BLK.exp() * known
     rest = (1 - shares.sum(-1)).clamp_min(0)
     total, weights = torch.zeros((), device=shares.device), 0.0
     for step, step_logits in enumerate(logits):
@@ -102,7 +115,7 @@ def draft_loss(logits: Sequence[Tensor], reading: TargetOutputs) -> Tensor:
         draft_log_probs = step_logits.gather(-1, likely[:, after]).float() - step_logits.float().logsumexp(
             -1, keepdim=True
         )
-        left = (1 - draft_log_probs.exp().sum(-1)).clamp_min(1e-6).log()
+        left = (1 - (draft_log_probs.exp() * known[:, after]).sum(-1)).clamp_min(1e-6).log()
         total = total - DECAY**step * ((shares[:, after] * draft_log_probs).sum(-1) + rest[:, after] * left).mean()
         weights += DECAY**step
     return total / weights

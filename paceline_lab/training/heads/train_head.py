@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -144,7 +145,7 @@ RECIPES: Mapping[str, HeadRecipe] = {
         4,
         lambda layers: (2, layers // 2, layers - 3),
         lambda config, target: Eagle3Module(config, 3, _output(target)),
-        lambda config: {**_llama(config), "draft_vocab_size": config.vocab_size},
+        lambda config: {**_llama(config), "draft_vocab_size": getattr(config, "draft_vocab_size", config.vocab_size)},
     ),
     "eagle": HeadRecipe(
         4, _last, lambda config, _: EagleModule(config), lambda config: {**_llama(config), "bias": False}
@@ -217,6 +218,14 @@ class HeadTrainingOptions:
     held_out: Sequence[Path] | None = None
     start_from: Path | None = None
     """The folder of a head written by `paceline train`; None: start untrained."""
+    draft_vocab_size: int | None = None
+    """Tokens that the head can predict, the most frequent ones of the text; None: all."""
+    share_output: bool = False
+    """Whether the head predicts by the target's output matrix and has none of its own."""
+    intermediate_size: int | None = None
+    """The width of the head's MLP; None: INNER hidden sizes."""
+    batch_rows: int | None = None
+    """Rows of 512 tokens in a step; None: those of SCHEDULE."""
     minutes: float = 60.0
     work_dir: Path = Path("work")
     keep_gb: float = 4.0
@@ -235,20 +244,27 @@ def train_head(options: HeadTrainingOptions) -> None:
     signal."""
     recipe = RECIPES[options.method]
     target = _target(options)
-    reader = TargetReader(target, recipe.layers(target.config.num_hidden_layers))
-    config = head_config(target.config)
+    learned, held_out = _texts(options, target)
+    vocabulary = _draft_vocabulary(options, learned)
+    reader = TargetReader(target, recipe.layers(target.config.num_hidden_layers), vocabulary)
+    config = head_config(target.config, options.intermediate_size)
     torch.manual_seed(0)
-    head = recipe.begin(config, target).float().to(options.device)
+    head = recipe.begin(config, target).float()
+    if vocabulary is not None:
+        _eagle3(head, "--draft-vocab-size").restrict(vocabulary)
+        config.draft_vocab_size = len(vocabulary)
+    if options.share_output:
+        _eagle3(head, "--share-output").share_output()
+    head.to(options.device)
     if options.start_from:
         load_head(head, recipe, options.start_from)
-    learned, held_out = _texts(options, target)
     library = TargetOutputCache(reader, learned, round(options.keep_gb * 1e9))
 
     def loss(model: nn.Module, names: Tensor) -> Tensor:
         reading = library.read(names)
         return draft_loss(model(reading, recipe.steps), reading)
 
-    schedule = fitting(SCHEDULE, _longest(target, learned))
+    schedule = fitting(SCHEDULE, _longest(target, learned), options.batch_rows)
     trainer = Trainer(head, library.stream(seed=21), loss, schedule, 60 * options.minutes)
     checkpoint = options.work_dir / options.method
     if checkpoint.with_suffix(".pt").exists():
@@ -259,10 +275,10 @@ def train_head(options: HeadTrainingOptions) -> None:
         copy_tokenizer(Path(resolve_model(options.target)), options.out)
 
 
-def fitting(schedule: Schedule, longest: int) -> Schedule:
-    """The schedule with rows of at most `longest` tokens."""
-    phases = (replace(phase, length=min(phase.length, longest)) for phase in schedule.phases)
-    return replace(schedule, phases=tuple(phases))
+def fitting(schedule: Schedule, longest: int, batch_rows: int | None = None) -> Schedule:
+    """The schedule with rows of at most `longest` tokens. `batch_rows`: of its first phase; None: as it is."""
+    first, *later = (replace(phase, length=min(phase.length, longest)) for phase in schedule.phases)
+    return replace(schedule, phases=(replace(first, rows=batch_rows or first.rows), *later))
 
 
 def evaluation(head: nn.Module, steps: int, reader: TargetReader, documents: Sequence[Ids]) -> Callable[[], Described]:
@@ -282,12 +298,19 @@ def evaluation(head: nn.Module, steps: int, reader: TargetReader, documents: Seq
     return evaluate
 
 
-def head_config(target: Any) -> LlamaConfig:
+def most_frequent(documents: Sequence[Ids], count: int) -> Tensor:
+    """The `count` most frequent tokens of the documents, or all if there are fewer: int64, rising."""
+    counts = torch.bincount(torch.from_numpy(np.concatenate(documents).astype(np.int64)))
+    found = min(count, int((counts > 0).sum()))
+    return counts.topk(found).indices.sort().values
+
+
+def head_config(target: Any, intermediate_size: int | None = None) -> LlamaConfig:
     """The configuration of one layer as wide as the target's."""
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        intermediate_size=INNER * target.hidden_size,
+        intermediate_size=intermediate_size or INNER * target.hidden_size,
         num_hidden_layers=1,
         num_attention_heads=target.num_attention_heads,
         num_key_value_heads=target.num_key_value_heads,
@@ -304,7 +327,10 @@ def head_config(target: Any) -> LlamaConfig:
 def save_head(head: nn.Module, recipe: HeadRecipe, config: LlamaConfig, folder: Path) -> None:
     """Write a head in bfloat16, in the layout of its method's uploads."""
     folder.mkdir(parents=True, exist_ok=True)
-    named = dict(head.named_parameters())  # a tied output matrix has no name of its own
+    named = {
+        **dict(head.named_parameters()),
+        **_vocabulary_buffers(head),
+    }  # a tied output matrix has no name of its own
     tensors = {recipe.stored_as(name): _stored(tensor) for name, tensor in named.items()}
     save_file(tensors, folder / recipe.file, {"format": "pt"})
     (folder / recipe.file).chmod(0o644)
@@ -335,8 +361,38 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
+def _eagle3(head: nn.Module, option: str) -> Eagle3Module:
+    """Raises `HeadTrainingError` for a head of another method, which has no such option."""
+    if not isinstance(head, Eagle3Module):
+        raise HeadTrainingError(f"{option} is for eagle3 heads: leave it out")
+    return head
+
+
+def _vocabulary_buffers(head: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in head.named_buffers() if name in ("d2t", "t2d")}
+
+
 def _stored(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.bfloat16).contiguous().cpu()
+    rounded = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+    return rounded.detach().contiguous().cpu()
+
+
+def _draft_vocabulary(options: HeadTrainingOptions, documents: Sequence[Ids]) -> Tensor | None:
+    """Tokens of the head's columns, int64, rising: of the head to start from, of a training that goes on, or the most
+    frequent ones. None: all tokens."""
+    if options.draft_vocab_size is None:
+        return None
+    kept = options.work_dir / f"{options.method}-vocabulary.npy"  # the text may have grown since training began
+    if not kept.exists():
+        found = _stored_vocabulary(options.start_from) if options.start_from else None
+        np.save(kept, most_frequent(documents, options.draft_vocab_size) if found is None else found)
+    return torch.from_numpy(np.load(kept))
+
+
+def _stored_vocabulary(folder: Path) -> Tensor | None:
+    file = folder / RECIPES["eagle3"].file
+    offsets = load_file(file).get("d2t") if file.is_file() else None
+    return None if offsets is None else offsets + torch.arange(len(offsets))
 
 
 def _texts(options: HeadTrainingOptions, target: PreTrainedModel) -> tuple[list[Ids], list[Ids]]:
@@ -403,6 +459,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start-from", type=Path, help="a head written by this command, to train further on other text"
     )
+    parser.add_argument(
+        "--draft-vocab-size", type=_positive, help="eagle3: predict the most frequent tokens of the text alone"
+    )
+    parser.add_argument(
+        "--share-output", action="store_true", help="eagle3: predict by the target's output matrix, for a smaller file"
+    )
+    parser.add_argument(
+        "--intermediate-size", type=_positive, help=f"of the head's MLP; {INNER} hidden sizes if absent"
+    )
+    parser.add_argument(
+        "--batch-rows", type=_positive, help="rows of 512 tokens in a step: fewer learn more in little time"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the head's folder")
     parser.add_argument(
         "--minutes", type=_minutes, default=HeadTrainingOptions.minutes, help="training time in all, over all resumes"
@@ -419,6 +487,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=HeadTrainingOptions.threads)
     parser.add_argument("--device", default=HeadTrainingOptions.device)
     return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def _minutes(text: str) -> float:
