@@ -88,7 +88,9 @@ class FakeLLM:
         self.clock.now += first + (self.seconds if speculative else 8.0)
         tokens = [*prompt, 5, int(speculative and number == self.wrong)]
         counts = self.stats if speculative and not first else SpeculationStats()
-        return [Completion("", tokens, [False] * 4, FinishReason.LENGTH, [], [], 2, counts, Timings(0.0, 0.0, 0.0))]
+        return [
+            Completion("", tokens, [False] * 4, [0] * 4, FinishReason.LENGTH, [], [], 2, counts, Timings(0.0, 0.0, 0.0))
+        ]
 
 
 @pytest.fixture

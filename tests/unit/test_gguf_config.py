@@ -115,8 +115,8 @@ def test_an_output_matrix_of_its_own_is_not_tied(tmp_path: Path) -> None:
 
 def test_kinds_that_stay_packed(tmp_path: Path) -> None:
     packed = {kind for kind in KINDS if is_packed_kind(read(tmp_path, tiny_config(kind)))}
-    assert packed == {"llama", "mistral", "qwen2", "qwen3"}
-    assert not is_packed_kind(read(tmp_path, tiny_config("qwen2", rope_parameters=YARN)))
+    assert packed == {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite"}
+    assert is_packed_kind(read(tmp_path, tiny_config("qwen2", rope_parameters=YARN)))
 
 
 def test_settings_are_used_as_those_of_transformers() -> None:

@@ -1,6 +1,6 @@
 """Write chats that a target answers itself, for a head to learn from.
 
-    python -m paceline_lab.training.heads.target_answers --target smollm2-135m-instruct --out answers.jsonl
+    python -m paceline_lab.training.heads.target_responses --target smollm2-135m-instruct --out answers.jsonl
 
 Prompts are everyday questions and tasks over free texts (`everyday_prompts`). Half of the answers are greedy, the
 others drawn at temperatures up to 1. Answers are appended batch by batch, and the same command goes on where it ended.
@@ -32,8 +32,8 @@ def main() -> int:
     done = len(options.out.read_text(encoding="utf-8").splitlines()) if options.out.exists() else 0
     llm = LLM(options.target, engine_config={"threads": options.threads, "max_model_len": 2048})
     for count, lines in enumerate(_answered(llm, prompts[done:], done, options.tokens), 1):
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+        with options.out.open("a", encoding="utf-8") as answers:
+            answers.writelines(lines)
         sys.stderr.write(f"{min(done + count * BATCH, len(prompts))} of {len(prompts)}\n")
     return 0
 

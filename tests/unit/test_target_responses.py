@@ -12,7 +12,7 @@ import pytest
 from paceline.config import SamplingParams
 from paceline.llm import LLM
 from paceline.text import Tokenizer
-from paceline_lab.training.heads import target_answers
+from paceline_lab.training.heads import target_responses
 from paceline_lab.training.heads.everyday_prompts import LONGEST_TEXT, SHORTEST_TEXT, everyday_prompts, free_paragraphs
 from paceline_lab.training.heads.text_files import read_documents
 from tests.helpers.gguf_files import tiny_config, write_gguf
@@ -31,8 +31,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answered(target: Path, out: Path, prompts: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The chats that the command leaves in its file."""
     options = ("--target", str(target), "--out", str(out), "--prompts", str(prompts), "--tokens", str(TOKENS))
-    monkeypatch.setattr(sys, "argv", ["target_answers", *options, "--threads", "1"])
-    assert target_answers.main() == 0
+    monkeypatch.setattr(sys, "argv", ["target_responses", *options, "--threads", "1"])
+    assert target_responses.main() == 0
     return [json.loads(line)["messages"] for line in out.read_text(encoding="utf-8").splitlines()]
 
 
@@ -59,7 +59,7 @@ def test_paragraphs_are_prose_of_a_fitting_length() -> None:
 def test_answers_are_the_targets_own_and_go_on_where_they_ended(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_answers, "BATCH", 2)
+    monkeypatch.setattr(target_responses, "BATCH", 2)
     first = answered(target, tmp_path / "answers.jsonl", 3, monkeypatch)
     chats = answered(target, tmp_path / "answers.jsonl", 5, monkeypatch)
     assert chats[:3] == first
