@@ -246,8 +246,9 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
 
 
 def _default(options: DeploymentOptions) -> SpeculativeConfig:
-    """vLLM decodes plainly unless the user says how it drafts."""
-    return SpeculativeConfig() if options.vllm is not None else default_speculative_config(options.model)
+    """vLLM takes drafts from workers alone."""
+    default = default_speculative_config(options.model)
+    return SpeculativeConfig() if options.vllm is not None and default.draft_placement == "target" else default
 
 
 def _numbered(device: str) -> str:

@@ -119,6 +119,11 @@ def test_any_other_model_looks_up_what_its_texts_repeat(tmp_path: Path) -> None:
     assert not plan_deployment(DeploymentOptions("table:64")).speculation.enabled
 
 
+def test_the_shipped_model_has_its_draft_under_vllm_too() -> None:
+    deployment = plan_deployment(DeploymentOptions(vllm=VllmOptions()))
+    assert (deployment.speculation.method, len(deployment.drafts)) == ("draft_model", 1)
+
+
 def test_a_draft_has_its_own_context_and_device() -> None:
     """The longest context is the target's; a draft model may have fewer positions."""
     speculation = PAIR.model_copy(update={"draft_devices": ("cuda:0", "cuda:1")})
