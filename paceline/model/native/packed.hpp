@@ -15,8 +15,10 @@
 //     1 bit   1 vector: bit i belongs to vector i
 //     8 bits  8 vectors
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "blocks.hpp"
@@ -28,27 +30,27 @@ constexpr int PACKED_AHEAD = 4096;  // bytes that products prefetch ahead
 #ifdef __AVX512F__
 constexpr int MOST_PACKED_ROWS = 16;
 #else
-constexpr int MOST_PACKED_ROWS = 4;
+constexpr int MOST_PACKED_ROWS = 8;
 #endif
 
 // Bits [FROM, FROM + COUNT) of every byte as bits [TO, TO + COUNT), the others 0.
 template <int FROM, int COUNT, int TO>
-inline Uint32s move_bits(Uint32s x) {
+inline PartWords move_bits(PartWords x) {
     constexpr uint32_t mask = ((1u << COUNT) - 1) << TO;
-    Uint32s moved = TO > FROM ? x << (TO > FROM ? TO - FROM : 0) : x >> (FROM > TO ? FROM - TO : 0);
+    PartWords moved = TO > FROM ? x << (TO > FROM ? TO - FROM : 0) : x >> (FROM > TO ? FROM - TO : 0);
     return moved & (mask * 0x01010101u);
 }
 
-// ---- codes of a block as eight vectors of unsigned bytes; `OFFSET` is taken from each ----
+// ---- codes of a block, of a part's columns, as eight vectors of unsigned bytes; `OFFSET` is taken from each ----
 
 struct PlainCodes {
     static int value(int code) { return code; }
 };
 struct Codes4 : PlainCodes {
-    static constexpr int VECTORS = 4;
-    static void load_codes(const uint8_t* p, Uint32s* v) {
+    static constexpr int VECTORS = 4, BITS = 4;
+    static void load_codes(const uint8_t* p, PartWords* v) {
         for (int j = 0; j < 4; j++) {
-            Uint32s both = load<Uint32s>(p + VECTOR_BYTES * j);
+            PartWords both = load<PartWords>(p + VECTOR_BYTES * j);
             v[j] = both & 0x0f0f0f0fu;
             v[j + 4] = move_bits<4, 4, 0>(both);
         }
@@ -59,11 +61,11 @@ struct Codes4 : PlainCodes {
     }
 };
 struct Codes2 : PlainCodes {
-    static constexpr int VECTORS = 2;
+    static constexpr int VECTORS = 2, BITS = 2;
     template <int TO = 0>
-    static void load_codes(const uint8_t* p, Uint32s* v) {
+    static void load_codes(const uint8_t* p, PartWords* v) {
         for (int j = 0; j < 2; j++) {
-            Uint32s four = load<Uint32s>(p + VECTOR_BYTES * j);
+            PartWords four = load<PartWords>(p + VECTOR_BYTES * j);
             v[j] = move_bits<0, 2, TO>(four), v[j + 2] = move_bits<2, 2, TO>(four);
             v[j + 4] = move_bits<4, 2, TO>(four), v[j + 6] = move_bits<6, 2, TO>(four);
         }
@@ -75,10 +77,10 @@ struct Codes2 : PlainCodes {
     }
 };
 struct Codes1 {
-    static constexpr int VECTORS = 1;
+    static constexpr int VECTORS = 1, BITS = 1;
     template <int TO>
-    static void load_codes(const uint8_t* p, Uint32s* v) {
-        const Uint32s all = load<Uint32s>(p);
+    static void load_codes(const uint8_t* p, PartWords* v) {
+        const PartWords all = load<PartWords>(p);
         v[0] = move_bits<0, 1, TO>(all), v[1] = move_bits<1, 1, TO>(all), v[2] = move_bits<2, 1, TO>(all);
         v[3] = move_bits<3, 1, TO>(all), v[4] = move_bits<4, 1, TO>(all), v[5] = move_bits<5, 1, TO>(all);
         v[6] = move_bits<6, 1, TO>(all), v[7] = move_bits<7, 1, TO>(all);
@@ -89,27 +91,27 @@ struct Codes1 {
             for (int i = 0; i < VECTOR_BYTES; i++) p[i] |= (uint8_t)((v[j][i] >> from & 1) << j);
     }
 };
-template <class Low, class High, int LOW_BITS>
+template <class Low, class High>
 struct TwoPlanes : PlainCodes {
-    static constexpr int VECTORS = Low::VECTORS + High::VECTORS;
-    static void load_codes(const uint8_t* p, Uint32s* v) {
-        Uint32s high[BLOCK_VECTORS];
+    static constexpr int VECTORS = Low::VECTORS + High::VECTORS, BITS = Low::BITS + High::BITS;
+    static void load_codes(const uint8_t* p, PartWords* v) {
+        PartWords high[BLOCK_VECTORS];
         Low::load_codes(p, v);
-        High::template load_codes<LOW_BITS>(p + VECTOR_BYTES * Low::VECTORS, high);
+        High::template load_codes<Low::BITS>(p + VECTOR_BYTES * Low::VECTORS, high);
         for (int i = 0; i < BLOCK_VECTORS; i++) v[i] |= high[i];
     }
     static void store_codes(const uint8_t (*v)[VECTOR_BYTES], uint8_t* p) {
         Low::store_codes(v, p);
-        High::store_codes(v, p + VECTOR_BYTES * Low::VECTORS, LOW_BITS);
+        High::store_codes(v, p + VECTOR_BYTES * Low::VECTORS, Low::BITS);
     }
 };
-using Codes3 = TwoPlanes<Codes2, Codes1, 2>;
-using Codes5 = TwoPlanes<Codes4, Codes1, 4>;
-using Codes6 = TwoPlanes<Codes4, Codes2, 4>;
+using Codes3 = TwoPlanes<Codes2, Codes1>;
+using Codes5 = TwoPlanes<Codes4, Codes1>;
+using Codes6 = TwoPlanes<Codes4, Codes2>;
 struct Codes8 : PlainCodes {
-    static constexpr int VECTORS = 8;
-    static void load_codes(const uint8_t* p, Uint32s* v) {
-        for (int i = 0; i < BLOCK_VECTORS; i++) v[i] = load<Uint32s>(p + VECTOR_BYTES * i);
+    static constexpr int VECTORS = 8, BITS = 8;
+    static void load_codes(const uint8_t* p, PartWords* v) {
+        for (int i = 0; i < BLOCK_VECTORS; i++) v[i] = load<PartWords>(p + VECTOR_BYTES * i);
     }
     static void store_codes(const uint8_t (*v)[VECTOR_BYTES], uint8_t* p) { memcpy(p, v, BLOCK_VECTORS * VECTOR_BYTES); }
 };
@@ -118,21 +120,27 @@ struct Codes8 : PlainCodes {
 constexpr uint8_t IQ4_VALUES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t FP4_VALUES[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
-inline Uint32s look_up(const uint8_t (&values)[16], Uint32s codes) {
+inline PartWords look_up(const uint8_t (&values)[16], PartWords codes) {
 #if defined(__AVX512BW__)
     const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values));
-    return (Uint32s)_mm512_shuffle_epi8(table, (__m512i)codes);
+    return (PartWords)_mm512_shuffle_epi8(table, (__m512i)codes);
+#elif defined(__AVX2__)
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values));
+    return (PartWords)_mm256_shuffle_epi8(table, (__m256i)codes);
+#elif defined(__ARM_NEON)
+    return (PartWords)vqtbl1q_u8(vld1q_u8(values), (uint8x16_t)codes);
 #else
-    uint8_t bytes[VECTOR_BYTES];
+    uint8_t bytes[sizeof codes];
     store(bytes, codes);
     for (uint8_t& byte : bytes) byte = values[byte];
-    return load<Uint32s>(bytes);
+    return load<PartWords>(bytes);
 #endif
 }
 template <const uint8_t (&VALUES)[16]>
 struct ValueCodes : Codes4 {
+    static constexpr int BITS = 8;
     static int value(int code) { return VALUES[code]; }
-    static void load_codes(const uint8_t* p, Uint32s* v) {
+    static void load_codes(const uint8_t* p, PartWords* v) {
         Codes4::load_codes(p, v);
         for (int i = 0; i < BLOCK_VECTORS; i++) v[i] = look_up(VALUES, v[i]);
     }
@@ -140,23 +148,20 @@ struct ValueCodes : Codes4 {
 
 // ---- scales of a unit: what a block's two halves are worth ----
 
-struct BlockScales {  // of 16 columns
-    Floats scale[2], minimum[2];  // by half; [0] alone where a block has one
+struct BlockScales {  // of a part's columns
+    PartFloats scale[2], minimum[2];  // by half; [0] alone where a block has one
 };
-inline Floats small_unsigned(const uint8_t* p) {
+template <class Byte>
+inline PartFloats small_numbers(const uint8_t* p) {
 #if defined(__AVX512F__)  // GCC 12 converts in three steps
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p)));
+    const __m128i bytes = load<__m128i>(p);
+    return (PartFloats)_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
+    return (PartFloats)_mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-    typedef uint8_t Small __attribute__((vector_size(LANES)));
-    return to_floats(__builtin_convertvector(load<Small>(p), Ints));
-#endif
-}
-inline Floats small_signed(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p)));
-#else
-    typedef int8_t Small __attribute__((vector_size(LANES)));
-    return to_floats(__builtin_convertvector(load<Small>(p), Ints));
+    typedef Byte Small __attribute__((vector_size(PART)));
+    return __builtin_convertvector(__builtin_convertvector(load<Small>(p), PartInts), PartFloats);
 #endif
 }
 enum Minimum { NO_MINIMUM, ADDED, TAKEN, ZERO };  // ZERO: the code that is worth 0, taken from each code
@@ -166,16 +171,17 @@ template <bool HAS_MINIMUM, bool IS_BF16 = false>
 struct TwoBlocks {
     static constexpr int BLOCKS = 2, HALVES = 1, BYTES = HAS_MINIMUM ? 128 : 64;
     static constexpr Minimum MINIMUM = HAS_MINIMUM ? ADDED : NO_MINIMUM;
-    static Floats number(const uint8_t* p) {
-        if constexpr (IS_BF16) return (Floats)(__builtin_convertvector(load<Halves>(p), Uint32s) << 16);
+    static PartFloats number(const uint8_t* p) {
+        typedef uint16_t Shorts __attribute__((vector_size(2 * PART)));
+        if constexpr (IS_BF16) return (PartFloats)(__builtin_convertvector(load<Shorts>(p), PartWords) << 16);
         return load_halves(p);
     }
     struct Factors {
-        explicit Factors(const uint8_t*) {}
+        Factors(const uint8_t*, int) {}
     };
-    static void load_scales(const Factors&, const uint8_t* p, int b, BlockScales& s) {
-        s.scale[0] = number(p + 32 * b);
-        if constexpr (HAS_MINIMUM) s.minimum[0] = load_halves(p + 64 + 32 * b);
+    static void load_scales(const Factors&, const uint8_t* p, int b, int part, BlockScales& s) {
+        s.scale[0] = number(p + 32 * b + 2 * PART * part);
+        if constexpr (HAS_MINIMUM) s.minimum[0] = load_halves(p + 64 + 32 * b + 2 * PART * part);
     }
     static void store_scales(const UnitColumn& from, int column, uint8_t* p) {
         for (int b = 0; b < 2; b++) {
@@ -191,16 +197,16 @@ struct SuperBlock {
     static constexpr int BYTES = 64 + SMALL * (HAS_MINIMUM ? 2 : 1);
     static constexpr Minimum MINIMUM = HAS_MINIMUM ? TAKEN : NO_MINIMUM;
     struct Factors {
-        Floats scale, minimum;
-        explicit Factors(const uint8_t* p) : scale(load_halves(p)) {
-            if constexpr (HAS_MINIMUM) minimum = load_halves(p + 32);
+        PartFloats scale, minimum;
+        Factors(const uint8_t* p, int part) : scale(load_halves(p + 2 * PART * part)) {
+            if constexpr (HAS_MINIMUM) minimum = load_halves(p + 32 + 2 * PART * part);
         }
     };
-    static void load_scales(const Factors& factors, const uint8_t* p, int b, BlockScales& s) {
+    static void load_scales(const Factors& factors, const uint8_t* p, int b, int part, BlockScales& s) {
         for (int h = 0; h < HALVES; h++) {
-            const uint8_t* small = p + 64 + LANES * (b * HALVES + h);
-            s.scale[h] = factors.scale * (IS_SIGNED ? small_signed(small) : small_unsigned(small));
-            if constexpr (HAS_MINIMUM) s.minimum[h] = factors.minimum * small_unsigned(small + SMALL);
+            const uint8_t* small = p + 64 + LANES * (b * HALVES + h) + PART * part;
+            s.scale[h] = factors.scale * small_numbers<std::conditional_t<IS_SIGNED, int8_t, uint8_t>>(small);
+            if constexpr (HAS_MINIMUM) s.minimum[h] = factors.minimum * small_numbers<uint8_t>(small + SMALL);
         }
     }
     static void store_scales(const UnitColumn& from, int column, uint8_t* p) {
@@ -219,12 +225,12 @@ struct Group {
     static constexpr int BLOCKS = BLOCKS_, HALVES = 1, BYTES = HAS_ZERO ? 128 : 64;
     static constexpr Minimum MINIMUM = HAS_ZERO ? ZERO : NO_MINIMUM;
     struct Factors {
-        Floats scale, zero;
-        explicit Factors(const uint8_t* p) : scale(load<Floats>(p)) {
-            if constexpr (HAS_ZERO) zero = load<Floats>(p + 64);
+        PartFloats scale, zero;
+        Factors(const uint8_t* p, int part) : scale(load<PartFloats>(p + 4 * PART * part)) {
+            if constexpr (HAS_ZERO) zero = load<PartFloats>(p + 64 + 4 * PART * part);
         }
     };
-    static void load_scales(const Factors& factors, const uint8_t*, int, BlockScales& s) {
+    static void load_scales(const Factors& factors, const uint8_t*, int, int, BlockScales& s) {
         s.scale[0] = factors.scale;
         if constexpr (HAS_ZERO) s.minimum[0] = factors.zero;
     }
@@ -239,7 +245,6 @@ template <BlockType TYPE_, class Codes, class Scales, int OFFSET_>
 struct Layout : Codes, Scales {
     static constexpr BlockType TYPE = TYPE_;
     static constexpr int OFFSET = OFFSET_;
-    static constexpr bool IS_WIDE = OFFSET == 128 || Codes::VECTORS == BLOCK_VECTORS;  // codes of eight bits
     static constexpr int UNIT_INPUTS = Scales::BLOCKS * BLOCK;
     static constexpr int SCALE_BYTES = Scales::BYTES, BLOCK_BYTES = Codes::VECTORS * VECTOR_BYTES;
     static constexpr int UNIT_BYTES = SCALE_BYTES + Scales::BLOCKS * BLOCK_BYTES;
@@ -325,7 +330,7 @@ inline void dequantise(BlockType type, const uint8_t* column, int in, float* out
             L::store_scales(unit, 0, scales);
             for (int b = 0; b < L::BLOCKS && u * L::UNIT_INPUTS + b * BLOCK < in; b++) {
                 BlockScales s = {};
-                L::load_scales(typename L::Factors(scales), scales, b, s);
+                L::load_scales(typename L::Factors(scales, 0), scales, b, 0, s);
                 for (int i = 0; i < BLOCK; i++) {
                     const int h = L::HALVES == 2 ? i / (BLOCK / 2) : 0;
                     const int code = L::value(unit.codes[BLOCK * b + i]) - L::OFFSET;
@@ -415,102 +420,133 @@ class QuantisedRows {
 
 // ---- products ----
 
-// sum + the dot products of 16 columns' four unsigned codes with four signed ones. IS_WIDE: codes may exceed 127.
-template <bool IS_WIDE>
-inline Ints dot(Ints sum, Uint32s codes, const uint8_t* four) {
-#if defined(__AVX512VNNI__)
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t*)four));
-    return sum;
-#elif defined(__AVX2__)
-    // Products of bytes are added in pairs of 16 bits, which saturate: codes of eight bits are split.
-    const __m256i x = _mm256_set1_epi32(load<int32_t>(four)), ones = _mm256_set1_epi16(1);
-    __m256i halves[2], sums[2];
-    memcpy(halves, &codes, sizeof halves);
-    memcpy(sums, &sum, sizeof sums);
-    for (int h = 0; h < 2; h++) {
-        if constexpr (IS_WIDE) {
-            const __m256i top = _mm256_and_si256(_mm256_srli_epi16(halves[h], 7), _mm256_set1_epi8(1));
-            const __m256i tops = _mm256_madd_epi16(_mm256_maddubs_epi16(top, x), ones);
-            sums[h] = _mm256_add_epi32(sums[h], _mm256_slli_epi32(tops, 7));
-            halves[h] = _mm256_and_si256(halves[h], _mm256_set1_epi8(127));
-        }
-        sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_maddubs_epi16(halves[h], x), ones));
-    }
-    memcpy(&sum, sums, sizeof sums);
-    return sum;
-#elif defined(__ARM_FEATURE_DOTPROD)
-    // The instruction takes signed bytes: code = (code - 128) + 128, where codes may exceed 127.
-    const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(load<int32_t>(four)));
-    int32x4_t sums[4];
-    int8x16_t parts[4];
-    memcpy(sums, &sum, sizeof sums);
-    const Uint32s signed_codes = IS_WIDE ? codes ^ 0x80808080u : codes;
-    memcpy(parts, &signed_codes, sizeof parts);
-    for (int i = 0; i < 4; i++) sums[i] = vdotq_s32(sums[i], parts[i], x);
-    memcpy(&sum, sums, sizeof sums);
-    if constexpr (IS_WIDE) sum += 128 * ((int8_t)four[0] + (int8_t)four[1] + (int8_t)four[2] + (int8_t)four[3]);
-    return sum;
+// Codes of eight bits are signed, less 128, where an instruction takes no unsigned ones or the sums of two products would
+// not fit 16 bits.
+#if defined(__AVX512VNNI__) || !(defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD))
+constexpr bool SIGNS_WIDE = false;
 #else
-    for (int j = 0; j < 4; j++) sum += (Ints)(codes >> 8 * j & 255u) * (int32_t)(int8_t)four[j];
-    return sum;
+constexpr bool SIGNS_WIDE = true;
 #endif
+template <class L>
+constexpr bool IS_SIGNED_HERE = SIGNS_WIDE && L::BITS == 8;
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#ifdef __AVX512BW__
+typedef __m512i PartBytes;
+inline PartBytes every_word(const uint8_t* four) { return _mm512_set1_epi32(load<int32_t>(four)); }
+inline PartBytes pairs(PartBytes codes, PartBytes x) { return _mm512_maddubs_epi16(codes, x); }  // 16 bits, which saturate
+inline PartBytes add_pairs(PartBytes a, PartBytes b) { return _mm512_add_epi16(a, b); }
+inline PartBytes sum_pairs(PartBytes a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
+inline PartBytes magnitude(PartBytes a) { return _mm512_abs_epi8(a); }
+inline PartBytes with_sign(PartBytes x, PartBytes of) { return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(of), __m512i{}, x); }
+#else
+typedef __m256i PartBytes;
+inline PartBytes every_word(const uint8_t* four) { return _mm256_set1_epi32(load<int32_t>(four)); }
+inline PartBytes pairs(PartBytes codes, PartBytes x) { return _mm256_maddubs_epi16(codes, x); }
+inline PartBytes add_pairs(PartBytes a, PartBytes b) { return _mm256_add_epi16(a, b); }
+inline PartBytes sum_pairs(PartBytes a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
+inline PartBytes magnitude(PartBytes a) { return _mm256_abs_epi8(a); }
+inline PartBytes with_sign(PartBytes x, PartBytes of) { return _mm256_sign_epi8(x, of); }
+#endif
+#endif
+
+// sum + the dot products of a part's columns, VECTORS * 4 codes each, with a row's.
+template <int BITS, int VECTORS>
+inline PartInts dot(PartInts sum, const PartWords* codes, const uint8_t* x) {
+#if defined(__AVX512VNNI__)
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; i++)
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes[i]), "m"(*(const int32_t*)(x + 4 * i)));
+#elif defined(__AVX2__)
+    if constexpr (BITS == 8) {  // of two magnitudes up to 128, so that 16 bits hold the sum
+#pragma GCC unroll 8
+        for (int i = 0; i < VECTORS; i++) {
+            const PartBytes code = (PartBytes)codes[i];
+            sum += (PartInts)sum_pairs(pairs(magnitude(code), with_sign(every_word(x + 4 * i), code)));
+        }
+        return sum;
+    }
+    constexpr int AT_ONCE = std::min(VECTORS, 32767 / (2 * 127 * ((1 << BITS) - 1)));  // 16 bits hold so many sums
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; i += AT_ONCE) {
+        PartBytes some = pairs((PartBytes)codes[i], every_word(x + 4 * i));
+#pragma GCC unroll 8
+        for (int j = i + 1; j < std::min(VECTORS, i + AT_ONCE); j++)
+            some = add_pairs(some, pairs((PartBytes)codes[j], every_word(x + 4 * j)));
+        sum += (PartInts)sum_pairs(some);
+    }
+#elif defined(__ARM_FEATURE_DOTPROD)
+    for (int i = 0; i < VECTORS; i++)
+        sum = (PartInts)vdotq_s32((int32x4_t)sum, (int8x16_t)codes[i], vreinterpretq_s8_s32(vdupq_n_s32(load<int32_t>(x + 4 * i))));
+#else
+    for (int i = 0; i < VECTORS; i++)
+        for (int j = 0; j < 4; j++) sum += (PartInts)(codes[i] >> 8 * j & 255u) * (int32_t)(int8_t)x[4 * i + j];
+#endif
+    return sum;
 }
 
 // One step of a row's sums: every float operation of a product. halves: minus the sums of the row's codes of the first half
 // and, n further, of the second; n before, of both.
 template <class L>
-inline Floats add_block(Floats sum, const Ints (&dots)[2], const BlockScales& s, float scale, float scaled_sum, const int32_t* halves,
-                        int n) {
-    Floats t = to_floats(dots[0]);
-    if constexpr (L::MINIMUM == ZERO) t = fused(s.minimum[0], all((float)halves[-n]), t);
+inline PartFloats add_block(PartFloats sum, const PartInts (&dots)[2], const BlockScales& s, float scale, float scaled_sum,
+                            const int32_t* halves, int n) {
+    PartFloats t = __builtin_convertvector(dots[0], PartFloats);
+    if constexpr (L::MINIMUM == ZERO) t = fused(s.minimum[0], all_of_part((float)halves[-n]), t);
     t = t * s.scale[0];
-    if constexpr (L::HALVES == 2) t = fused(to_floats(dots[1]), s.scale[1], t);
-    sum = fused(t, all(scale), sum);
+    if constexpr (L::HALVES == 2) t = fused(__builtin_convertvector(dots[1], PartFloats), s.scale[1], t);
+    sum = fused(t, all_of_part(scale), sum);
     if constexpr (L::MINIMUM == NO_MINIMUM || L::MINIMUM == ZERO) return sum;
     if constexpr (L::HALVES == 2) {  // the halves' sums are negative: the minimum is taken
-        Floats m = s.minimum[0] * (float)halves[0];
-        return fused(fused(s.minimum[1], all((float)halves[n]), m), all(scale), sum);
+        PartFloats m = s.minimum[0] * (float)halves[0];
+        return fused(fused(s.minimum[1], all_of_part((float)halves[n]), m), all_of_part(scale), sum);
     }
-    return fused(s.minimum[0], all(L::MINIMUM == TAKEN ? -scaled_sum : scaled_sum), sum);
+    return fused(s.minimum[0], all_of_part(L::MINIMUM == TAKEN ? -scaled_sum : scaled_sum), sum);
 }
 
 // One panel for a group of R rows. y: of the panel's columns and the first row.
 template <class L, int R>
 inline void panel_product(const uint8_t* w, int units, const uint8_t* x, int rows, const float* bias, float* y, size_t stride, bool add) {
-    Floats sums[R] = {};
+    constexpr int PARTS = LANES / PART, OFFSET = L::OFFSET - (IS_SIGNED_HERE<L> ? 128 : 0), HALF = BLOCK_VECTORS / 2;
+    PartFloats sums[PARTS][R] = {};
     for (int u = 0; u < units; u++, w += L::UNIT_BYTES) {
-        const typename L::Factors factors(w);
 #pragma GCC unroll 1
         for (int b = 0; b < L::BLOCKS; b++, x += QuantisedRows::record(R)) {
             constexpr int SHARE = (L::UNIT_BYTES + VECTOR_BYTES * L::BLOCKS - 1) / (VECTOR_BYTES * L::BLOCKS);
             for (int i = 0; i < SHARE; i++) __builtin_prefetch(w + PACKED_AHEAD + VECTOR_BYTES * (b * SHARE + i));
-            Uint32s v[BLOCK_VECTORS];
-            BlockScales s;
-            L::load_codes(w + L::SCALE_BYTES + b * L::BLOCK_BYTES, v);
-            L::load_scales(factors, w, b, s);
             const float* floats = (const float*)(x + BLOCK * R);
             const int32_t* integers = (const int32_t*)(floats + 2 * R);
+#pragma GCC unroll 1
+            for (int part = 0; part < PARTS; part++) {
+                PartWords v[BLOCK_VECTORS];
+                BlockScales s;
+                L::load_codes(w + L::SCALE_BYTES + b * L::BLOCK_BYTES + 4 * PART * part, v);
+                if constexpr (IS_SIGNED_HERE<L>)
+                    for (PartWords& codes : v) codes ^= 0x80808080u;
+                L::load_scales(typename L::Factors(w, part), w, b, part, s);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-                const uint8_t* row = x + BLOCK * r;
-                // minus offset * sum of the row's codes: `integers` has minus the sum
-                Ints dots[2] = {};
-                if constexpr (L::OFFSET) dots[0] += integers[(L::HALVES == 2 ? R : 0) + r];
-                if constexpr (L::OFFSET && L::HALVES == 2) dots[1] += integers[2 * R + r];
-                if constexpr (L::OFFSET) dots[0] *= L::OFFSET;
-                if constexpr (L::OFFSET && L::HALVES == 2) dots[1] *= L::OFFSET;
-#pragma GCC unroll 8
-                for (int i = 0; i < BLOCK_VECTORS; i++) dots[i / 4] = dot<L::IS_WIDE>(dots[i / 4], v[i], row + 4 * i);
-                if constexpr (L::HALVES == 1) dots[0] += dots[1];
-                sums[r] = add_block<L>(sums[r], dots, s, floats[r], floats[R + r], integers + R + r, R);
+                for (int r = 0; r < R; r++) {
+                    const uint8_t* row = x + BLOCK * r;
+                    // minus offset * sum of the row's codes: `integers` has minus the sum
+                    PartInts dots[2] = {};
+                    if constexpr (OFFSET) dots[0] += OFFSET * integers[(L::HALVES == 2 ? R : 0) + r];
+                    if constexpr (L::HALVES == 2) {
+                        if constexpr (OFFSET) dots[1] += OFFSET * integers[2 * R + r];
+                        dots[0] = dot<L::BITS, HALF>(dots[0], v, row);
+                        dots[1] = dot<L::BITS, HALF>(dots[1], v + HALF, row + 4 * HALF);
+                    } else {
+                        dots[0] = dot<L::BITS, BLOCK_VECTORS>(dots[0], v, row);
+                    }
+                    sums[part][r] = add_block<L>(sums[part][r], dots, s, floats[r], floats[R + r], integers + R + r, R);
+                }
             }
         }
     }
-    for (int r = 0; r < R && r < rows; r++) {
-        float* to = y + r * stride;
-        Floats sum = sums[r] + load<Floats>(bias);
-        store(to, add ? load<Floats>(to) + sum : sum);
-    }
+    for (int r = 0; r < R && r < rows; r++)
+        for (int part = 0; part < PARTS; part++) {
+            float* to = y + r * stride + PART * part;
+            PartFloats sum = sums[part][r] + load<PartFloats>(bias + PART * part);
+            store(to, add ? load<PartFloats>(to) + sum : sum);
+        }
 }
 template <class L>
 inline void group_product(const uint8_t* w, int units, const uint8_t* x, int n, int rows, const float* bias, float* y, size_t stride,

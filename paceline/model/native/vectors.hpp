@@ -90,12 +90,40 @@ struct Element<bf16> {
     }
 };
 
-// a * b + c, rounded once on every instruction set. `a * b + c` is rounded once only where the compiler chooses so.
-inline Floats fused(Floats a, Floats b, Floats c) {
+// Products with quantised weights work on parts of `Floats`: GCC keeps a vector that takes several registers in memory.
 #if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+constexpr int PART = 16;  // lanes of a register
+#elif defined(__AVX2__)
+constexpr int PART = 8;
 #else
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+constexpr int PART = 4;
+#endif
+typedef float PartFloats __attribute__((vector_size(4 * PART)));
+typedef int32_t PartInts __attribute__((vector_size(4 * PART)));
+typedef uint32_t PartWords __attribute__((vector_size(4 * PART)));
+inline PartFloats all_of_part(float x) { return x - PartFloats{}; }
+
+// a * b + c, rounded once on every instruction set. `a * b + c` is rounded once only where the compiler chooses so.
+template <class V>
+inline V fused(V a, V b, V c) {
+#if defined(__AVX512F__)
+    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+#if defined(__AVX2__)
+    typedef __m256 Register;
+    auto one = [](Register x, Register y, Register z) { return _mm256_fmadd_ps(x, y, z); };
+#elif defined(__ARM_NEON)
+    typedef float32x4_t Register;
+    auto one = [](Register x, Register y, Register z) { return vfmaq_f32(z, x, y); };
+#else
+    typedef float Register;
+    auto one = [](Register x, Register y, Register z) { return __builtin_fmaf(x, y, z); };
+#endif
+    constexpr int COUNT = sizeof(V) / sizeof(Register);
+    Register x[COUNT], y[COUNT], z[COUNT];
+    memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
+    for (int i = 0; i < COUNT; i++) z[i] = one(x[i], y[i], z[i]);
+    memcpy(&c, z, sizeof c);
     return c;
 #endif
 }
@@ -118,13 +146,17 @@ inline float from_half(uint16_t half) {
     memcpy(&number, &bits, sizeof number);
     return number;
 }
-inline Floats load_halves(const void* from) {
+inline PartFloats load_halves(const void* from) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+    return (PartFloats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__AVX2__)
+    return (PartFloats)_mm256_cvtph_ps(load<__m128i>(from));
+#elif defined(__ARM_NEON)
+    return (PartFloats)vcvt_f32_f16(vreinterpret_f16_u16(load<uint16x4_t>(from)));
 #else
     const uint16_t* halves = (const uint16_t*)from;
-    Floats numbers;
-    for (int i = 0; i < LANES; i++) numbers[i] = from_half(halves[i]);
+    PartFloats numbers;
+    for (int i = 0; i < PART; i++) numbers[i] = from_half(halves[i]);
     return numbers;
 #endif
 }
