@@ -151,14 +151,7 @@ inline Floats small_unsigned(const uint8_t* p) {
     return to_floats(__builtin_convertvector(load<Small>(p), Ints));
 #endif
 }
-inline Floats small_signed(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p)));
-#else
-    typedef int8_t Small __attribute__((vector_size(LANES)));
-    return to_floats(__builtin_convertvector(load<Small>(p), Ints));
-#endif
-}
+inline Floats small_signed(const uint8_t* p) { return to_floats(widen_bytes(p)); }
 enum Minimum { NO_MINIMUM, ADDED, TAKEN, ZERO };  // ZERO: the code that is worth 0, taken from each code
 
 // A 16-bit scale, and a minimum if there is one, for each of two blocks.

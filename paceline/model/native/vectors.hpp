@@ -18,6 +18,7 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Uint32s __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int16_t Shorts __attribute__((vector_size(64)));
 
 struct bf16 {
     uint16_t bits;
@@ -53,6 +54,7 @@ struct Element;
 
 template <>
 struct Element<float> {
+    typedef Floats Sums;
     static constexpr int PER_WORD = 1;
     static Floats multiply_add(Floats sum, Uint32s a, Uint32s b) { return sum + (Floats)a * (Floats)b; }
     static Floats widen(const float* from) { return load<Floats>(from); }
@@ -62,6 +64,7 @@ struct Element<float> {
 
 template <>
 struct Element<bf16> {
+    typedef Floats Sums;
     static constexpr int PER_WORD = 2;
     static Floats multiply_add(Floats sum, Uint32s a, Uint32s b) {
 #ifdef __AVX512BF16__
@@ -90,6 +93,36 @@ struct Element<bf16> {
     }
 };
 
+template <>
+struct Element<int8_t> {
+    static constexpr int PER_WORD = 2;  // widened to 16 bits
+    // Sums of products, by lane: exact, so equal on every instruction set.
+    struct Sums {
+#if defined(__AVX2__) && !defined(__AVX512BW__)  // GCC 12 would keep Ints in memory
+        __m256i halves[2] = {};
+        void add(const uint32_t* words, uint32_t other) {
+            const __m256i pair = _mm256_set1_epi32((int)other);
+            for (int h = 0; h < 2; h++)
+                halves[h] = _mm256_add_epi32(halves[h], _mm256_madd_epi16(load<__m256i>(words + 8 * h), pair));
+        }
+        Floats floats() const { return __builtin_convertvector(load<Ints>(halves), Floats); }
+#else
+        Ints sums = {};
+        void add(const uint32_t* words, uint32_t other) {
+            const Uint32s a = load<Uint32s>(words), b = all_words(other);
+#if defined(__AVX512VNNI__)
+            sums = (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+            sums += (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+            sums += ((Ints)a >> 16) * ((Ints)b >> 16) + ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16);
+#endif
+        }
+        Floats floats() const { return __builtin_convertvector(sums, Floats); }
+#endif
+    };
+};
+
 // a * b + c, rounded once on every instruction set. `a * b + c` is rounded once only where the compiler chooses so.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -100,6 +133,14 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+inline Ints widen_bytes(const void* from) {  // of 16 signed bytes
+#if defined(__AVX512F__)  // GCC 12 converts in three steps
+    return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(from));
+#else
+    typedef int8_t Small __attribute__((vector_size(LANES)));
+    return __builtin_convertvector(load<Small>(from), Ints);
+#endif
+}
 
 // A number of 16 bits: IEEE 754 binary16.
 inline float from_half(uint16_t half) {
@@ -137,13 +178,33 @@ inline float sum_of(Floats x) {
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
 }
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+template <class V>
+inline V larger(V a, V b) { return a > b ? a : b; }
 inline float max_of(Floats x) {
     float lanes[LANES], most;
     store(lanes, x);
     most = lanes[0];
     for (int i = 1; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
     return most;
+}
+
+// Symmetric integers of x [count], a multiple of 16, and their scale: largest magnitude / largest integer.
+template <class Integer>
+inline float quantise(const float* x, int count, Integer* to) {
+    constexpr float LARGEST = sizeof(Integer) == 1 ? 127 : 32767, to_integer = 12582912.0f;  // see `exp_of`
+    Ints most = {};  // bits of magnitudes are in the order of magnitudes, and NaN's are the largest
+    for (int i = 0; i < count; i += LANES) most = larger(load<Ints>(x + i) & 0x7fffffff, most);
+    most = larger(most, SHUFFLE(most, most, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    most = larger(most, SHUFFLE(most, most, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    most = larger(most, SHUFFLE(most, most, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    most = larger(most, SHUFFLE(most, most, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    const float top = load<float>(&most), inverse = top > 1e-30f ? LARGEST / top : 0.0f;
+    typedef Integer Integers __attribute__((vector_size(LANES * sizeof(Integer))));
+    for (int i = 0; i < count; i += LANES) {
+        const Ints rounded = (Ints)fused(load<Floats>(x + i), all(inverse), all(to_integer)) - 0x4b400000;
+        store(to + i, __builtin_convertvector(rounded, Integers));
+    }
+    return top / LARGEST;
 }
 
 // e^x to 2 units in the last place: x = n ln 2 + r, a polynomial of degree 6 for e^r, and n added to the exponent.
