@@ -171,16 +171,19 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
 
         heads = heads_per_rank(heads, network.tp_plan or {}, size)
     weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
-    slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))
-    return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
+    return WorkerMemory(weights, _activations(config, heads, dtype, engine), _slot_bytes(config, heads, dtype, engine))
 
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
     """Of a process whose model stays packed as in its file, except matrices of floats, which take the dtype."""
     heads, dtype = Heads.of(config), packed_dtype(config, engine)
-    slot = KVCache.bytes_per_slot(int(config.num_hidden_layers), heads, dtype, head_width(heads))
     weights = sum(_packed_bytes(each, dtype) for each in GgufFile.open(path).tensors.values())
-    return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
+    return WorkerMemory(weights, _activations(config, heads, dtype, engine), _slot_bytes(config, heads, dtype, engine))
+
+
+def _slot_bytes(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> int:
+    layers = int(config.num_hidden_layers)
+    return KVCache.bytes_per_slot(layers, heads, dtype, head_width(heads), engine.kv_cache_dtype)
 
 
 def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype) -> int:
@@ -275,20 +278,21 @@ def draft_memory(
     Raises `CheckpointError` or `ModelNotFoundError`.
     """
     draft, slots = _checkpoint_memory(config, target), engine.slot_count
+    draft = _model_memory(config, engine) or draft
     states = state_layers * target.hidden_size * target.dtype.itemsize
     return DraftMemory(
-        _model_weights(config, engine) or draft.weights,
+        draft.weights,
         draft.bytes_per_slot * (slots + SPARE_SLOTS),
         states * (slots + 1),
     )
 
 
-def _model_weights(config: SpeculativeConfig, engine: EngineConfig) -> int | None:
+def _model_memory(config: SpeculativeConfig, engine: EngineConfig) -> WorkerMemory | None:
     """Of a draft that is a model, packed if it is; None for another kind of draft, and without an outline."""
     if METHODS[config.method].kind != "model" or config.model is None or is_fake_model(config.model):
         return None
     found = _outlined(config.model, engine.model_copy(update={"max_model_len": None}))
-    return None if found is None else found[1].weights
+    return None if found is None else found[1]
 
 
 def cached_numbers(method: str, config: Any, target: dict[str, Any]) -> int:

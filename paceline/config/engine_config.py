@@ -10,6 +10,7 @@ from paceline.config.settings import Settings
 
 UNPLANNED_SLOTS = 16384
 Quantization = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
+KVCacheDtype = Literal["auto", "int8"]
 
 
 class EngineConfig(Settings):
@@ -18,6 +19,9 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as the checkpoint says")
     quantization: Quantization | None = Field(
         None, description="pack a model's matrices at load into this block type of GGUF, for a CPU; None: as stored"
+    )
+    kv_cache_dtype: KVCacheDtype = Field(
+        "auto", description="of keys and values; auto: the model's dtype; int8: for native code, with float32 scales"
     )
     device: str = "cpu"
     tensor_parallel_size: int = Field(1, ge=1, description="ranks: processes that share one model")

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.config.engine_config import KVCacheDtype
 from paceline.model.rows import TILE, Row, RowBatch, Segment, build_row_batch
 
 ATTENTION = "paceline"
@@ -76,8 +77,18 @@ SPARE_SLOTS = 2
 the last one. No row sees either."""
 
 
+KEY_BLOCK = 32
+"""Numbers of a key in 8 bits that share a scale."""
+SCALE_BYTES = 4
+
+
 class KVCache:
-    """Keys and values of every layer, by slot: [layers, slots + SPARE_SLOTS, 2 * K, width], keys first."""
+    """Keys and values of every layer, by slot: [layers, slots + SPARE_SLOTS, 2 * K, width], keys first.
+
+    In 8 bits, which only native code reads: int8 [layers, slots + SPARE_SLOTS, bytes]. A slot has K keys, then K
+    values. A key has `width` codes, then the float32 scale of each KEY_BLOCK of them; a value `width` codes, then one
+    scale. A scale is the largest magnitude / 127.
+    """
 
     def __init__(
         self,
@@ -87,18 +98,32 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         width: int | None = None,
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
-        """`slots`: of tokens. `width`: numbers per head with padding; None: the head size."""
-        self.heads = heads
-        shape = (layers, slots + SPARE_SLOTS, 2 * heads.kv_heads, width or heads.head_size)
-        self.data = _zeros(shape, dtype, device)
+        """`slots`: of tokens. `dtype`: of queries, and of keys and values when they are stored. `width`: numbers per
+        head with padding; None: the head size."""
+        self.heads, self.dtype, self.width = heads, dtype, width or heads.head_size
+        self.kv_cache_dtype = kv_cache_dtype
+        shape: tuple[int, ...] = (layers, slots + SPARE_SLOTS, 2 * heads.kv_heads, self.width)
+        if self.is_int8:
+            shape = (*shape[:2], self.bytes_per_slot(1, heads, dtype, width, kv_cache_dtype))
+        self.data = _zeros(shape, torch.int8 if self.is_int8 else dtype, device)
         self.attention_name = ""
         """What attends to it, if that is neither native code nor torch's operators."""
 
     @staticmethod
-    def bytes_per_slot(layers: int, heads: Heads, dtype: torch.dtype, width: int | None = None) -> int:
+    def bytes_per_slot(
+        layers: int,
+        heads: Heads,
+        dtype: torch.dtype,
+        width: int | None = None,
+        kv_cache_dtype: KVCacheDtype = "auto",
+    ) -> int:
         """Arguments: see the constructor."""
-        return layers * 2 * heads.kv_heads * (width or heads.head_size) * dtype.itemsize
+        width = width or heads.head_size
+        if kv_cache_dtype == "int8":
+            return layers * heads.kv_heads * (2 * width + (width // KEY_BLOCK + 1) * SCALE_BYTES)
+        return layers * 2 * heads.kv_heads * width * dtype.itemsize
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values [R, K, width] of rows to their slots, int64 [R]."""
@@ -111,13 +136,8 @@ class KVCache:
         return self.data.shape[1] - 1
 
     @property
-    def width(self) -> int:
-        """Numbers per head, with padding."""
-        return self.data.shape[-1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
+    def is_int8(self) -> bool:
+        return self.kv_cache_dtype == "int8"
 
     @property
     def device(self) -> torch.device:

@@ -170,4 +170,5 @@ def _info(file: GgufFile, name: str, config: GgufSettings, engine: EngineConfig)
         fingerprint=vocabulary_fingerprint(str(file.path)),
         folder=file.path,
         rows_invariant=True,
+        kv_cache_dtype=engine.kv_cache_dtype,
     )

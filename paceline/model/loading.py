@@ -170,6 +170,7 @@ def build(
             eos_token_ids=tuple(eos_token_ids),
             fingerprint=fingerprint,
             folder=Path(name if folder is None else folder),
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
         model = make_model(network, info, heads, positions, sharding, verify=config.verify)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.config.engine_config import KVCacheDtype
 from paceline.model.attention import KVCache
 from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
@@ -61,6 +62,7 @@ class ModelInfo:
     folder: Path
     rows_invariant: bool = False
     numerics: str = ""
+    kv_cache_dtype: KVCacheDtype = "auto"
 
 
 class TransformersModel(ModelInfo):

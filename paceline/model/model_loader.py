@@ -13,6 +13,7 @@ from paceline.config import EngineConfig
 from paceline.core.sampling import CANDIDATE_FINDERS
 from paceline.model.gguf_model import load_packed
 from paceline.model.model import Model, TransformersModel
+from paceline.model.native.build import NativeUnavailableError, native_library
 from paceline.model.native.draw_candidates import draw_candidates
 from paceline.model.row_probe import is_row_invariant
 from paceline.model_names import fake_model, resolve_model
@@ -33,11 +34,25 @@ def load(name: str, config: EngineConfig) -> Model:
             raise ValueError(f"{name} has no weights to share among ranks: set tensor_parallel_size to 1")
         fake: Model = scheme.load(name, config)
         return fake
+    _check_kv_cache(config)
     model = load_packed(location, name, config) or _load_checkpoint(name, config)
     proven = isinstance(model, TransformersModel) and model.native and not config.verify  # by tests of native code
     with nullcontext() if proven else load_phase("rows probed"):
         model.rows_invariant = proven or is_row_invariant(model)
     return model
+
+
+def _check_kv_cache(config: EngineConfig) -> None:
+    """Raises ValueError before weights are read."""
+    if config.kv_cache_dtype == "auto":
+        return
+    refusal = f"kv_cache_dtype {config.kv_cache_dtype} takes native code, "
+    if torch.device(config.device).type != "cpu":
+        raise ValueError(f"{refusal}which is for CPUs: leave it out, or set device to cpu")
+    try:
+        native_library()
+    except NativeUnavailableError as error:
+        raise ValueError(f"{refusal}and there is none: {error}") from error
 
 
 def _load_checkpoint(name: str, config: EngineConfig) -> Model:

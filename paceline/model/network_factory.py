@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from paceline.config.engine_config import KVCacheDtype
 from paceline.model.attention import Heads, KVCache, Pass
 from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables
 from paceline.model.layers import TorchNetwork
@@ -34,10 +35,14 @@ def make_network(
     slots: int,
     rotary: RotaryTables,
     check: Callable[[Network], None] | None = None,
+    *,
+    kv_cache_dtype: KVCacheDtype = "auto",
     **options: Any,
 ) -> tuple[Network, KVCache]:
     """A network over a new cache of `slots`. `options`: see `NativeNetwork`. `check` raises ValueError if a network
-    computes something wrong. Then torch computes; if that is wrong, too, this raises it."""
+    computes something wrong. Then torch computes; if that is wrong, too, this raises it.
+
+    Raises ValueError where there is no native code for `kv_cache_dtype`."""
 
     def native(cache: KVCache) -> NativeNetwork:
         return NativeNetwork(layers, heads, cache, rotary, **options)
@@ -45,16 +50,22 @@ def make_network(
     def by_torch(attention: TorchAttention) -> TorchNetwork:
         return TorchNetwork(layers, heads, attention, rotary, **options)
 
-    return _native_or_torch("pass", native, by_torch, len(layers), heads, slots, layers[0].query, check)
+    return _native_or_torch("pass", native, by_torch, len(layers), heads, slots, layers[0].query, check, kv_cache_dtype)
 
 
-def make_attention(layers: int, heads: Heads, slots: int, like: Tensor) -> tuple[StartPass, KVCache]:
-    """Attention over a new cache of `slots`, for layers that transformers runs. `like` has the dtype and the device."""
+def make_attention(
+    layers: int, heads: Heads, slots: int, like: Tensor, kv_cache_dtype: KVCacheDtype = "auto"
+) -> tuple[StartPass, KVCache]:
+    """Attention over a new cache of `slots`, for layers that transformers runs. `like` has the dtype and the device.
+
+    Raises ValueError where there is no native code for `kv_cache_dtype`."""
 
     def by_torch(attention: TorchAttention) -> StartPass:
         return attention.start_pass
 
-    return _native_or_torch("attention", NativeAttention, by_torch, layers, heads, slots, like)
+    return _native_or_torch(
+        "attention", NativeAttention, by_torch, layers, heads, slots, like, kv_cache_dtype=kv_cache_dtype
+    )
 
 
 def _native_or_torch(
@@ -66,14 +77,17 @@ def _native_or_torch(
     slots: int,
     like: Tensor,
     check: Callable[[N | T], None] | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> tuple[N | T, KVCache]:
     """What `native` makes of a cache with padded heads, or `by_torch` of one without; and that cache."""
     make_cache = partial(KVCache, layers, slots, heads, like.dtype, like.device)
     check = check or (lambda _: None)
     if like.device.type == "cpu" and like.dtype in DTYPES:
-        made = _native(name, native, check, lambda: make_cache(head_width(heads)))
+        made = _native(name, native, check, lambda: make_cache(head_width(heads), kv_cache_dtype))
         if made is not None:
             return made
+    if kv_cache_dtype != "auto":
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype} takes native code, and its {name} has none here")
     for attention in TorchAttention.ways(make_cache()):
         try:
             by = by_torch(attention)

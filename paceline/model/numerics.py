@@ -41,7 +41,7 @@ def numerics_of(model: TransformersModel, quantization: str) -> str:
         path = ", ".join([path, *settings])
     parts = [
         path,
-        str(model.dtype).removeprefix("torch.") + quantization,
+        str(model.dtype).removeprefix("torch.") + quantization + (", int8 cache" if model.cache.is_int8 else ""),
         device.type if model.native else _device(device),
         f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",  # torch draws tokens on every path
         f"transformers {version('transformers')}",

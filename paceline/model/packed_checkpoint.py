@@ -273,4 +273,5 @@ def _info(name: str, path: Path, network: nn.Module, engine: EngineConfig) -> Mo
         fingerprint=vocabulary_fingerprint(str(path)),
         folder=path,
         rows_invariant=True,
+        kv_cache_dtype=engine.kv_cache_dtype,
     )

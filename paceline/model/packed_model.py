@@ -135,7 +135,10 @@ class PackedModel(TransformersModel):
         """`config`: of the model, as transformers has it. Raises what reading weights raises, and
         `NativeUnavailableError`."""
         heads = Heads.of(config)
-        cache = KVCache(info.layers, info.slots, heads, weights.dtype, torch.device("cpu"), head_width(heads))
+        cache = KVCache(
+            *(info.layers, info.slots, heads, weights.dtype, torch.device("cpu"), head_width(heads)),
+            info.kv_cache_dtype,
+        )
         self._parts, self._embedding = network, weights.matrix(EMBEDDING)
         self._network = NativeNetwork(
             PackedLayers(weights, heads, network, range(info.layers)),

@@ -13,11 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.model.attention import AttentionOptions, Heads, KVCache
 from paceline.model.layer_weights import QuantizedWeight
+from paceline.model.native import native_library
 from paceline.model.native.build import ISAS, SOURCES, compile_library, find_compiler, native_description
+from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.native.native_product import NativeProduct, dequantize
 from paceline.model.packed_integers import IntegerMatrix
+from paceline.model.rows import SlotTable
 from tests.helpers.quantized_weights import (
     INTEGER_TYPES,
     PACKED_TYPES,
@@ -135,6 +139,25 @@ def other_isa(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     other = known["neon" if mine.startswith("neon") else "avx2"]
     folder: Path = tmp_path_factory.mktemp("other")
     return ctypes.CDLL(str(compile_library(SOURCES, other, compiler, folder, "test")))
+
+
+def test_attention_to_a_cache_in_8_bits_has_the_same_bits_on_each_instruction_set(
+    other_isa: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    heads = [torch.randn(72, count, 96, generator=generator) for count in (6, 2, 2)]
+    table = SlotTable(range(100, 28, -1))
+    options = AttentionOptions(96**-0.5, window=40, softcap=5.0, sinks=torch.arange(6.0))
+
+    def attended() -> Tensor:
+        cache = KVCache(1, 128, Heads(2, 3, 96), torch.float32, torch.device("cpu"), 96, "int8")
+        this = NativeAttention(cache)([table.row(0, position) for position in range(72)])
+        return this.attend(heads[0], heads[1], heads[2], 0, options)
+
+    mine = attended()
+    monkeypatch.setattr(native_library, "native_library", lambda: other_isa)
+    monkeypatch.setattr(NativeLibrary, "_instance", None)
+    assert torch.equal(attended(), mine)
 
 
 @ALL_TYPES

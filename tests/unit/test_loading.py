@@ -218,6 +218,21 @@ def test_float16_is_converted_on_a_cpu(copy: Path) -> None:
         load(str(copy), EngineConfig(slots=512, dtype="float16"))
 
 
+@pytest.mark.parametrize(
+    ("device", "native", "reason"),
+    [
+        ("cuda", "", "which is for CPUs: leave it out, or set device to cpu"),
+        ("cpu", "0", "and there is none: PACELINE_NATIVE=0 switches the native pass off"),
+    ],
+)
+def test_a_cache_in_8_bits_takes_native_code(
+    checkpoint: Path, device: str, native: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_NATIVE", native)
+    with pytest.raises(ValueError, match=f"^kv_cache_dtype int8 takes native code, {reason}$"):
+        load(str(checkpoint), EngineConfig(slots=512, device=device, kv_cache_dtype="int8"))
+
+
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = {
     "vocab_size": VOCABULARY,

@@ -96,13 +96,13 @@ def planned(model: Path, engine: EngineConfig, speculation: SpeculativeConfig = 
     return slots
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_model_takes_what_the_plan_says(tmp_path: Path, architecture: str, dtype: Any) -> None:
+def test_a_model_takes_what_the_plan_says(tmp_path: Path, architecture: str, dtype: Any, kv_cache_dtype: Any) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, range(64))
-    engine = EngineConfig(slots=300, dtype=dtype, max_model_len=256)
+    engine = EngineConfig(slots=300, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=256)
     need = model_memory(outline(str(tmp_path), engine), engine)
     model = load(str(tmp_path), engine)
     assert isinstance(model, TransformersModel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig
 
 from paceline import __version__
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config.engine_config import KVCacheDtype
 from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.model import load
@@ -94,6 +96,17 @@ def test_the_line_has_the_quantisation_and_its_parameters() -> None:
     assert "; float32 fp8 " in quantised(128)
     assert quantised(64) != quantised(128) == quantised(128)
     assert "; float32; " in numerics_of(model, quantization_of(LlamaConfig()))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_the_line_has_a_cache_in_8_bits(kind: str) -> None:
+    lines = [
+        build(network(kind, torch.float32), kind, EngineConfig(slots=512, kv_cache_dtype=dtype), "", []).numerics
+        for dtype in get_args(KVCacheDtype)
+    ]
+    assert "; float32; " in lines[0]
+    assert lines[1] == lines[0].replace("; float32; ", "; float32, int8 cache; ")
 
 
 def test_the_line_reaches_gateways_and_the_registry(folder: Path) -> None:

@@ -2,8 +2,13 @@
 //
 // Keys are processed in tiles of 16 positions that begin at multiples of 16. In a row's last tile, positions without a key
 // have the score minus infinity, and so add an exact 0. A row's path alone decides what it sums and in which order.
+//
+// Keys and values of 8 bits are codes and scales, functions of the row that stored them. Queries, and a tile's weights times
+// scales of values, are quantised to 16 bits. Products of integers are exact, and every float step is one rounding, so a
+// row's bits do not depend on the instruction set either.
 #pragma once
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "rows.hpp"
@@ -11,12 +16,60 @@
 
 namespace paceline {
 
+constexpr int KEY_BLOCK = 32;  // inputs of a key that share a scale
+template <class T>
+constexpr bool IS_CODES = std::is_same_v<T, int8_t>;
+template <class T>
+using QueryNumber = std::conditional_t<IS_CODES<T>, int16_t, T>;
+
 struct Heads {
     int key_value, queries_per_key;
-    int width;  // numbers per head, padded with zeros to whole vectors
+    int width;  // numbers per head, padded with zeros to a multiple of KEY_BLOCK
 
-    size_t query_row() const { return (size_t)key_value * queries_per_key * width; }
-    size_t key_row() const { return (size_t)key_value * width; }  // a slot of the cache has a row of keys, then one of values
+    int queries() const { return key_value * queries_per_key; }
+    // A query: numbers, or codes of 16 bits and their scale.
+    template <class T>
+    int query_size() const { return IS_CODES<T> ? width + 2 : width; }
+    // Bytes in the cache, where a slot has keys, then values: numbers of T, or codes and then scales, one for each KEY_BLOCK
+    // inputs of a key, one for a value.
+    template <class T>
+    size_t key_bytes() const { return width * sizeof(T) + (IS_CODES<T> ? width / KEY_BLOCK * sizeof(float) : 0); }
+    template <class T>
+    size_t value_bytes() const { return width * sizeof(T) + (IS_CODES<T> ? sizeof(float) : 0); }
+    template <class T>
+    size_t slot_bytes() const { return key_value * (key_bytes<T>() + value_bytes<T>()); }
+    // Of the key-value head `head` in a slot.
+    template <class T>
+    size_t key_offset(int head) const { return head * key_bytes<T>(); }
+    template <class T>
+    size_t value_offset(int head) const { return key_value * key_bytes<T>() + head * value_bytes<T>(); }
+
+    // Stores a query, a key or a value, float [width], as T or quantised.
+    template <class T>
+    void store_query(const float* x, QueryNumber<T>* to) const {
+        if constexpr (IS_CODES<T>) store(to + width, quantise(x, width, to));
+        else narrow(x, to);
+    }
+    template <class T>
+    void store_key(const float* x, int head, uint8_t* slot) const {
+        T* to = (T*)(slot + key_offset<T>(head));
+        if constexpr (IS_CODES<T>)
+            for (int i = 0; i < width; i += KEY_BLOCK)
+                store(to + width + i / KEY_BLOCK * sizeof(float), quantise(x + i, KEY_BLOCK, to + i));
+        else narrow(x, to);
+    }
+    template <class T>
+    void store_value(const float* x, int head, uint8_t* slot) const {
+        T* to = (T*)(slot + value_offset<T>(head));
+        if constexpr (IS_CODES<T>) store(to + width, quantise(x, width, to));
+        else narrow(x, to);
+    }
+
+   private:
+    template <class T>
+    void narrow(const float* x, T* to) const {
+        for (int i = 0; i < width; i += LANES) Element<T>::narrow(to + i, load<Floats>(x + i));
+    }
 };
 
 struct AttentionOptions {  // of one layer; part of the C interface
@@ -26,8 +79,11 @@ struct AttentionOptions {  // of one layer; part of the C interface
     const float* sinks = nullptr;  // [query heads]: scores that take part in the softmax without a value; null: none
 };
 
-template <class T>
+template <class T>  // of the cache
 class Attention {
+    using Query = QueryNumber<T>;
+    using Weight = std::conditional_t<IS_CODES<T>, float, T>;
+    using Sums = typename Element<T>::Sums;
     static constexpr int PER = Element<T>::PER_WORD, TILE_WORDS = KEY_TILE / PER;
 #ifdef __AVX512F__
     static constexpr int MOST_QUERIES = 8;  // 16 of 32 registers hold sums
@@ -44,16 +100,17 @@ class Attention {
         totals_.resize(queries);
         outputs_.resize((size_t)queries * heads.width);
         tile_.resize((size_t)KEY_TILE * heads.width / PER);
+        if (IS_CODES<T>) scales_.resize((size_t)KEY_TILE * heads.width / KEY_BLOCK);
         queries_.resize(queries);
     }
     // Rows of a chunk: they share the work on a tile.
     static int most_rows(const Heads& heads) { return std::max(1, 16 / heads.queries_per_key); }
 
-    // One part of `parts`: every `parts`-th pair of a chunk and a key-value head. `cache`: a layer's keys and values
-    // [slots, 2 * key-value heads, width]. queries, out [rows, query heads, width].
+    // One part of `parts`: every `parts`-th pair of a chunk and a key-value head. `cache`: a layer's slots. queries
+    // [rows, query heads, query size], out [rows, query heads, width].
     template <class Out>
     void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const AttentionOptions& options,
-                    const T* cache, const T* queries, Out* out) {
+                    const uint8_t* cache, const Query* queries, Out* out) {
         for_each_item(chunks, part, parts,
                       [&](Chunk chunk, int key_head) { attend(rows, chunk, key_head, options, cache, queries, out); });
     }
@@ -66,24 +123,29 @@ class Attention {
    private:
     // One key-value head of the rows of a chunk.
     template <class Out>
-    void attend(const Rows& rows, Chunk chunk, int key_head, const AttentionOptions& options, const T* cache, const T* queries,
-                Out* out) {
+    void attend(const Rows& rows, Chunk chunk, int key_head, const AttentionOptions& options, const uint8_t* cache,
+                const Query* queries, Out* out) {
         const int per = heads_.queries_per_key, width = heads_.width, window = options.window;
-        const size_t values = heads_.key_row(), slot = 2 * values;
-        const T* keys = cache + (size_t)key_head * width;
+        const int size = heads_.template query_size<T>();
+        const size_t slot = heads_.template slot_bytes<T>();
+        const uint8_t* keys = cache + heads_.template key_offset<T>(key_head);
+        const uint8_t* values = cache + heads_.template value_offset<T>(key_head);
         const float* sink = options.sinks ? options.sinks + key_head * per : nullptr;
-        auto head_of = [&](auto* of, int row) { return of + row * heads_.query_row() + (size_t)key_head * per * width; };
-        auto prefetch_slot = [&](const T* from) {
-            return [=, this](int32_t s) {
-                for (int d = 0; d < heads_.width; d += 64 / (int)sizeof(T)) __builtin_prefetch(from + s * slot + d);
+        auto head_of = [&](auto* of, int row, int size) {
+            return of + ((size_t)row * heads_.queries() + (size_t)key_head * per) * size;
+        };
+        auto prefetch_slot = [&](const uint8_t* from, size_t bytes) {
+            return [=](int32_t s) {
+                for (size_t d = 0; d < bytes; d += 64) __builtin_prefetch(from + s * slot + d);
             };
         };
         for_each_tile(
-            rows, chunk, window, prefetch_slot(keys), [&](const int32_t* slots) { load_keys(keys, slot, slots); },
+            rows, chunk, window, prefetch_slot(keys, heads_.template key_bytes<T>()),
+            [&](const int32_t* slots) { load_keys(keys, slot, slots); },
             [&](const int* sharing, int count, int tile) {
                 for (int i = 0; i < count * per; i++) {
                     int row = sharing[i / per], q = i % per;
-                    queries_[i] = {head_of(queries, row) + q * width, first_query(chunk, row) + q,
+                    queries_[i] = {head_of(queries, row, size) + q * size, first_query(chunk, row) + q,
                                    VisibleRange(rows, row, window)};
                 }
                 in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile, options); });
@@ -93,8 +155,8 @@ class Attention {
                 normalise(first_query(chunk, r) + q, VisibleRange(rows, r, window), sink ? sink + q : nullptr);
         std::fill(outputs_.begin(), outputs_.end(), 0.0f);
         for_each_tile(
-            rows, chunk, window, prefetch_slot(keys + values),
-            [&](const int32_t* slots) { load_values(keys + values, slot, slots); },
+            rows, chunk, window, prefetch_slot(values, heads_.template value_bytes<T>()),
+            [&](const int32_t* slots) { load_values(values, slot, slots); },
             [&](const int* sharing, int count, int tile) {
                 for (int i = 0; i < count * per; i++) queries_[i].index = first_query(chunk, sharing[i / per]) + i % per;
                 in_groups(count * per, [&]<int COUNT>(int first) { mix<COUNT>(&queries_[first], tile); });
@@ -103,7 +165,7 @@ class Attention {
             for (int q = 0; q < per; q++) {
                 int i = first_query(chunk, r) + q;
                 for (int d = 0; d < width; d += LANES)
-                    Element<Out>::narrow(head_of(out, r) + q * width + d,
+                    Element<Out>::narrow(head_of(out, r, width) + q * width + d,
                                            load<Floats>(&outputs_[(size_t)i * width + d]) * (1.0f / totals_[i]));
             }
     }
@@ -112,33 +174,40 @@ class Attention {
     int first_query(Chunk chunk, int row) const { return (row - chunk.first) * heads_.queries_per_key; }
 
     // The tile's keys as [words of a head, positions].
-    void load_keys(const T* keys, size_t slot, const int32_t* slots) {
-        uint32_t* to = tile_.data();
+    void load_keys(const uint8_t* keys, size_t slot, const int32_t* slots) {
         for (int w = 0, words = heads_.width / PER; w < words; w += LANES) {
-            Uint32s square[LANES];
-            for (int i = 0; i < KEY_TILE; i++) square[i] = load<Uint32s>((const uint32_t*)(keys + slots[i] * slot) + w);
-            transpose(square);
-            for (int i = 0; i < LANES; i++) store(to + (w + i) * KEY_TILE, square[i]);
+            alignas(64) uint32_t square[KEY_TILE][LANES];
+            for (int i = 0; i < KEY_TILE; i++) {
+                const uint8_t* from = keys + slots[i] * slot;
+                if constexpr (IS_CODES<T>) {
+                    for (int c = 0; c < KEY_BLOCK; c++) ((int16_t*)square[i])[c] = ((const int8_t*)from)[2 * w + c];
+                    memcpy(&scales_[w + i], from + heads_.width + 4 * (w / LANES), sizeof(float));
+                } else {
+                    memcpy(square[i], from + 4 * w, sizeof square[i]);
+                }
+            }
+            transpose(square, tile_.data() + w * KEY_TILE);
         }
     }
 
     // The tile's values as [KEY_TILE / PER, width] words of two neighbouring positions, or one.
-    void load_values(const T* values, size_t slot, const int32_t* slots) {
+    void load_values(const uint8_t* values, size_t slot, const int32_t* slots) {
         uint32_t* to = tile_.data();
-        for (int i = 0; i < TILE_WORDS; i++)
-            for (int d = 0, width = heads_.width; d < width; d += LANES, to += LANES) {
-                if constexpr (PER == 1) {
-                    store(to, load<Uint32s>(values + slots[i] * slot + d));
-                } else {
-                    Uint32s first = __builtin_convertvector(load<Halves>(values + slots[2 * i] * slot + d), Uint32s);
-                    Uint32s second = __builtin_convertvector(load<Halves>(values + slots[2 * i + 1] * slot + d), Uint32s);
-                    store(to, first | second << 16);
-                }
-            }
+        const int width = heads_.width;
+        if constexpr (IS_CODES<T>)
+            for (int i = 0; i < KEY_TILE; i++) memcpy(&scales_[i], values + slots[i] * slot + width, sizeof(float));
+        for (int i = 0; i < TILE_WORDS; i++, to += width) {
+            const T *low = (const T*)(values + slots[PER * i] * slot), *high = (const T*)(values + slots[PER * i + PER - 1] * slot);
+            if constexpr (PER == 1) memcpy(to, low, width * sizeof(T));
+            else
+                for (int d = 0; d < width; d++) to[d] = bits_of(low[d]) | (uint32_t)bits_of(high[d]) << 16;
+        }
     }
+    static uint16_t bits_of(bf16 x) { return x.bits; }
+    static uint16_t bits_of(int8_t x) { return (uint16_t)(int16_t)x; }
 
-    struct Query {
-        const T* numbers;
+    struct TileQuery {
+        const Query* numbers;
         int index;  // among the chunk's queries
         VisibleRange visible;
     };
@@ -152,72 +221,92 @@ class Attention {
     }
 
     template <int COUNT>
-    void score(const Query* queries, int tile, const AttentionOptions& options) {
+    void score(const TileQuery* queries, int tile, const AttentionOptions& options) {
         static const Ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const Ints position = numbers + tile * KEY_TILE;
         const uint32_t* keys = tile_.data();
         Floats sums[COUNT] = {};
-        for (int w = 0, words = heads_.width / PER; w < words; w++) {
-            Uint32s key = load<Uint32s>(keys + w * KEY_TILE);
+        const int words = heads_.width / PER, block = IS_CODES<T> ? KEY_BLOCK / PER : words;
+        for (int first = 0; first < words; first += block) {
+            Sums parts[COUNT] = {};
+            for (int w = first; w < first + block; w++) {
+                const uint32_t* key = keys + w * KEY_TILE;
+                for (int i = 0; i < COUNT; i++) parts[i].add(key, ((const uint32_t*)queries[i].numbers)[w]);
+            }
             for (int i = 0; i < COUNT; i++)
-                sums[i] = Element<T>::multiply_add(sums[i], key, all_words(((const uint32_t*)queries[i].numbers)[w]));
+                if constexpr (IS_CODES<T>) sums[i] = fused(parts[i].floats(), load<Floats>(&scales_[first]), sums[i]);
+                else sums[i] = parts[i].floats();
         }
         for (int i = 0; i < COUNT; i++) {
             Floats s = sums[i] * options.scale;
+            if constexpr (IS_CODES<T>) s = s * load<float>(queries[i].numbers + heads_.width);
             if (options.softcap > 0) s = tanh_of(s / options.softcap) * options.softcap;
             Ints seen = (position >= queries[i].visible.begin) & (position < queries[i].visible.end);
             store(&scores_[queries[i].index * stride_ + tile * KEY_TILE], seen ? s : all(-INFINITY));
         }
     }
 
-    // Turns scores into weights e^(score - largest), rounded to T; the sum is of rounded weights.
+    // Turns scores into weights e^(score - largest), rounded to `Weight`; the sum is of rounded weights.
     void normalise(int index, VisibleRange visible, const float* sink) {
         const float* scores = &scores_[index * stride_];
-        T* weights = &weights_[index * stride_];
+        Weight* weights = &weights_[index * stride_];
         Floats most = all(sink ? *sink : -INFINITY), sum = {};
         for (int t = visible.first_tile; t < visible.last_tile; t++) most = larger(load<Floats>(scores + t * KEY_TILE), most);
         Floats largest = all(max_of(most));
         for (int t = visible.first_tile; t < visible.last_tile; t++) {
             Floats s = load<Floats>(scores + t * KEY_TILE);
             Floats weight = s == all(-INFINITY) ? Floats{} : exp_of(s - largest);
-            Element<T>::narrow(weights + t * KEY_TILE, weight);
-            sum += Element<T>::widen(weights + t * KEY_TILE);
+            Element<Weight>::narrow(weights + t * KEY_TILE, weight);
+            sum += Element<Weight>::widen(weights + t * KEY_TILE);
         }
         totals_[index] = sum_of(sum);
         if (sink) totals_[index] += sum_of(exp_of(all(*sink) - largest)) / LANES;
     }
 
     template <int COUNT>
-    void mix(const Query* queries, int tile) {
+    void mix(const TileQuery* queries, int tile) {
         const int width = heads_.width;
         const uint32_t* weights[COUNT];
-        float* out[COUNT];
+        float *out[COUNT], scales[COUNT];
+        int16_t codes[COUNT][KEY_TILE];  // of weights times scales of values
         for (int i = 0; i < COUNT; i++) {
-            weights[i] = (const uint32_t*)&weights_[queries[i].index * stride_ + tile * KEY_TILE];
+            const Weight* weight = &weights_[queries[i].index * stride_ + tile * KEY_TILE];
+            weights[i] = (const uint32_t*)weight;
             out[i] = &outputs_[(size_t)queries[i].index * width];
+            if constexpr (IS_CODES<T>) {
+                const Floats numbers = load<Floats>(weight);
+                float scaled[KEY_TILE];  // a hidden value may have any scale
+                store(scaled, numbers == 0.0f ? numbers : numbers * load<Floats>(scales_.data()));
+                scales[i] = quantise(scaled, KEY_TILE, codes[i]);
+                weights[i] = (const uint32_t*)codes[i];
+            }
         }
         for (int d = 0; d < width; d += 2 * LANES) {  // widths are multiples of 32
             const uint32_t* values = tile_.data() + d;
-            Floats low[COUNT], high[COUNT];
-            for (int i = 0; i < COUNT; i++) low[i] = load<Floats>(out[i] + d), high[i] = load<Floats>(out[i] + d + LANES);
+            Sums low[COUNT] = {}, high[COUNT] = {};
+            if constexpr (!IS_CODES<T>)
+                for (int i = 0; i < COUNT; i++) low[i] = load<Sums>(out[i] + d), high[i] = load<Sums>(out[i] + d + LANES);
             for (int w = 0; w < TILE_WORDS; w++, values += width) {
-                const Uint32s first = load<Uint32s>(values), second = load<Uint32s>(values + LANES);
                 for (int i = 0; i < COUNT; i++) {
-                    Uint32s weight = all_words(weights[i][w]);
-                    low[i] = Element<T>::multiply_add(low[i], first, weight);
-                    high[i] = Element<T>::multiply_add(high[i], second, weight);
+                    low[i].add(values, weights[i][w]);
+                    high[i].add(values + LANES, weights[i][w]);
                 }
             }
-            for (int i = 0; i < COUNT; i++) store(out[i] + d, low[i]), store(out[i] + d + LANES, high[i]);
+            auto finish = [&](Sums sum, int i, float* to) {
+                if constexpr (IS_CODES<T>) store(to, fused(sum.floats(), all(scales[i]), load<Floats>(to)));
+                else store(to, sum.floats());
+            };
+            for (int i = 0; i < COUNT; i++) finish(low[i], i, out[i] + d), finish(high[i], i, out[i] + d + LANES);
         }
     }
 
     const Heads heads_;
     const size_t stride_;  // of scores and weights: positions, in whole tiles
     std::vector<float> scores_, totals_, outputs_;
-    std::vector<T> weights_;
+    std::vector<Weight> weights_;
     std::vector<uint32_t> tile_;
-    std::vector<Query> queries_;  // of the rows that share a tile
+    std::vector<float> scales_;  // of the tile: [words / 16, positions] of keys, [positions] of values
+    std::vector<TileQuery> queries_;  // of the rows that share a tile
 };
 
 }  // namespace paceline

@@ -263,21 +263,16 @@ class Matrix {
 
     template <int ROWS, int BLOCKS>
     void tile(const Panel& panel, Prefetch ahead, const uint32_t* x, float* y, size_t stride, bool add) const {
-        Floats sums[ROWS][BLOCKS] = {};
+        typename Element<T>::Sums sums[ROWS][BLOCKS];
         const uint32_t* w = panel.weights;
         const uint32_t* asked = w + ahead.words;
         for (int i = 0; i < words_; i++, w += BLOCKS * LANES, asked += ahead.blocks * LANES) {
-            Uint32s weights[BLOCKS];
-            for (int b = 0; b < BLOCKS; b++) weights[b] = load<Uint32s>(w + b * LANES);
             for (int b = 0; b < ahead.blocks; b++) __builtin_prefetch(asked + b * LANES, 0, 2);  // into the L2 cache
-            for (int r = 0; r < ROWS; r++) {
-                Uint32s input = all_words(x[(size_t)r * words_ + i]);
-                for (int b = 0; b < BLOCKS; b++)
-                    sums[r][b] = Element<T>::multiply_add(sums[r][b], weights[b], input);
-            }
+            for (int r = 0; r < ROWS; r++)
+                for (int b = 0; b < BLOCKS; b++) sums[r][b].add(w + b * LANES, x[(size_t)r * words_ + i]);
         }
         for (int r = 0; r < ROWS; r++)
-            for (int b = 0; b < BLOCKS; b++) finish(panel, b, sums[r][b], y + r * stride, add);
+            for (int b = 0; b < BLOCKS; b++) finish(panel, b, sums[r][b].floats(), y + r * stride, add);
     }
 
     // Calls `tile` with the numbers of rows and blocks as template arguments.

@@ -76,10 +76,14 @@ void paceline_dequantise(int32_t type, const void* blocks, int64_t rows, int32_t
 }
 
 // Attention alone.
-void* paceline_attention_create(int32_t is_bf16, int32_t key_value_heads, int32_t queries_per_key, int32_t width) {
+void* paceline_attention_create(int32_t is_bf16, int32_t is_int8_cache, int32_t key_value_heads, int32_t queries_per_key,
+                                int32_t width) {
     Heads heads{key_value_heads, queries_per_key, width};
-    if (is_bf16) return (AnyLayerAttention*)new LayerAttention<bf16>(heads);
-    return (AnyLayerAttention*)new LayerAttention<float>(heads);
+    auto make = [&]<class T>() -> AnyLayerAttention* {
+        if (is_int8_cache) return new LayerAttention<T, int8_t>(heads);
+        return new LayerAttention<T, T>(heads);
+    };
+    return is_bf16 ? make.template operator()<bf16>() : make.template operator()<float>();
 }
 void paceline_attention_run(void* attention, void* pool, const AttentionSpec* layer) {
     ((AnyLayerAttention*)attention)->run(*(ThreadPool*)pool, *layer);

@@ -40,8 +40,8 @@ class NativeAttention:
         self.cache = cache
         self._native = NativeLibrary.instance()
         heads = cache.heads
-        shape = cache.dtype == torch.bfloat16, heads.kv_heads, heads.queries_per_kv, cache.width
-        self._handle = self._native.create(self, "attention", *shape)
+        shape = heads.kv_heads, heads.queries_per_kv, cache.width
+        self._handle = self._native.create(self, "attention", cache.dtype == torch.bfloat16, cache.is_int8, *shape)
 
     def __call__(self, rows: Sequence[Row]) -> NativePass:
         return NativePass(self, rows)

@@ -42,7 +42,7 @@ class NativeLibrary:
         lib.paceline_dequantise.argtypes = [ctypes.c_int32, Pointer, ctypes.c_int64, ctypes.c_int32, Pointer]
         lib.paceline_dequantise.restype = None
         lib.paceline_product_run.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
-        lib.paceline_attention_create.argtypes = [ctypes.c_int32] * 4
+        lib.paceline_attention_create.argtypes = [ctypes.c_int32] * 5
         lib.paceline_attention_run.argtypes = [Pointer] * 3
         lib.paceline_draw_candidates.argtypes = [
             Pointer,

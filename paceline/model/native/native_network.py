@@ -65,7 +65,7 @@ class _LayerSpec(ctypes.Structure):
 class _NetworkSpec(ctypes.Structure):
     INTEGERS = (
         *("is_bf16", "layers", "hidden", "inner", "query_heads", "key_value_heads", "head_size", "head_width"),
-        *("positions", "vocabulary", "has_states", "norms_residual", "rotary_size", "is_gelu"),
+        *("positions", "vocabulary", "has_states", "norms_residual", "is_int8_cache", "rotary_size", "is_gelu"),
     )
     _fields_ = (
         *((name, ctypes.c_int32) for name in INTEGERS),
@@ -137,11 +137,12 @@ class NativeNetwork:
             query_heads=heads.kv_heads * heads.queries_per_kv,
             key_value_heads=heads.kv_heads,
             head_size=heads.head_size,
-            head_width=cache.data.shape[-1],
+            head_width=cache.width,
             positions=len(rotary.cosines),
             vocabulary=self._vocabulary,
             has_states=fusion is not None,
             norms_residual=fused.norms_residual,
+            is_int8_cache=cache.is_int8,
             rotary_size=2 * rotary.cosines.shape[1],
             is_gelu=variant.activation == "gelu_tanh",
             eps=eps,

@@ -15,6 +15,8 @@
 // quantised where the weights are.
 // Shapes: R rows, H hidden size. Widths of buffers are padded with zeros to multiples of 16.
 #pragma once
+#include <variant>
+
 #include "attention.hpp"
 #include "matrix.hpp"
 #include "thread_pool.hpp"
@@ -39,11 +41,12 @@ struct LayerSpec {  // part of the C interface; null for a missing one
 struct NetworkSpec {  // part of the C interface
     int32_t is_bf16, layers, hidden, inner, query_heads, key_value_heads, head_size, head_width, positions, vocabulary;
     int32_t has_states, norms_residual;       // whether rows have states; whether x is the normed state
+    int32_t is_int8_cache;                    // whether keys and values have 8 bits
     int32_t rotary_size, is_gelu;             // elements of a head that are rotated; whether GELU is in place of SiLU
     float eps, scale, softcap, embedding_scale, residual_scale;  // softcap: of scores, 0: none
     Weights embedding, head, projection;      // [vocabulary, H] each, [H, twice H padded]; null for a missing one
     const float *norm, *token_norm, *state_norm, *projection_bias;  // [H], or null
-    void* cache;                              // [layers, slots, 2 * key-value heads, head width]
+    void* cache;                              // [layers, slots], see `Heads`
     int64_t slots;
     void (*sum)(float* values, int64_t count);  // sums over the ranks that share the layers; null: one rank
     void (*layer_packed)();                     // called when a layer's weights have been copied
@@ -93,7 +96,7 @@ class Network : public AnyNetwork {
             projection_ = matrix(pool, spec.projection, spec.hidden, spec.projection_bias, 2 * hidden_, 2 * hidden_);
         final_norm_ = vector_of(spec.norm, spec.hidden, hidden_);
         if (spec.head.data) head_ = matrix(pool, spec.head, spec.vocabulary, nullptr, spec.hidden, hidden_);
-        for (int t = 0; t < pool.parts(); t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec.positions, hidden_));
+        for (int t = 0; t < pool.parts(); t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec, hidden_));
     }
 
     void run(ThreadPool& pool, const PassSpec& pass) override {
@@ -149,6 +152,7 @@ class Network : public AnyNetwork {
             mlp_out_norm = vector_of(s.mlp_out_norm, spec.hidden, n.hidden_);
             query_norm = vector_of(s.query_norm, head, width);
             key_norm = vector_of(s.key_norm, head, width);
+            if (spec.is_int8_cache && s.key_bias && !s.key_norm) key_units = n.units_of_keys(s.key_bias);
             std::vector<typename Matrix<T>::Source> sources;
             auto add_heads = [&](Weights weights, const float* bias, int count) {
                 const size_t bytes = weights.type == DENSE ? s.input_width * sizeof(T) : file_bytes(weights.type, s.input_width);
@@ -178,14 +182,17 @@ class Network : public AnyNetwork {
         }
         const float *cosines, *sines;
         int window;
-        std::vector<float> input_norm, inner_norm, attention_out_norm, mlp_out_norm, query_norm, key_norm;
+        std::vector<float> input_norm, inner_norm, attention_out_norm, mlp_out_norm, query_norm, key_norm, key_units;
         std::vector<float> output_bias_after, down_bias_after;
         Matrix<T> qkv, output, gate, up, down;
     };
 
     struct Scratch {  // of one thread
-        Scratch(Heads heads, int positions, int hidden) : attention(heads, positions), row(hidden) {}
-        Attention<T> attention;
+        Scratch(Heads heads, const NetworkSpec& spec, int hidden) : row(hidden) {
+            if (spec.is_int8_cache) attention.template emplace<Attention<int8_t>>(heads, spec.positions);
+            else attention.template emplace<Attention<T>>(heads, spec.positions);
+        }
+        std::variant<std::monostate, Attention<T>, Attention<int8_t>> attention;
         std::vector<float> row;  // an embedding, a state, or a normed row
         std::vector<T> input;    // normed rows
         QuantisedRows quantised;
@@ -290,11 +297,6 @@ class Network : public AnyNetwork {
     void finish_head(const Layer& layer, int l, int unit, int row) {
         const int queries = spec_.query_heads, key_values = spec_.key_value_heads, width = spec_.head_width;
         float* head = &projected_[(size_t)row * layer.qkv.columns() + (size_t)unit * width];
-        T* to = &queries_[(size_t)row * attended_ + (size_t)unit * width];
-        if (unit >= queries) {
-            size_t slot = (size_t)l * spec_.slots + pass_->rows.own_slot(row);
-            to = (T*)spec_.cache + (slot * 2 * key_values + (unit - queries)) * width;
-        }
         if (unit < queries + key_values) {
             const std::vector<float>& norm = unit < queries ? layer.query_norm : layer.key_norm;
             if (!norm.empty()) {
@@ -302,8 +304,27 @@ class Network : public AnyNetwork {
                 for (int i = 0; i < width; i++) head[i] *= factor * norm[i];
             }
             rotate(layer, head, pass_->rows.positions[row]);
+            if (!layer.key_units.empty()) {
+                const bool is_key = unit >= queries;
+                const float* units = &layer.key_units[(size_t)(is_key ? unit - queries : unit / heads_.queries_per_key) * width];
+                for (int i = 0; i < width; i++) head[i] = is_key ? head[i] / units[i] : head[i] * units[i];
+            }
         }
-        for (int i = 0; i < width; i += LANES) Element<T>::narrow(to + i, load<Floats>(head + i));
+        if (spec_.is_int8_cache) store_head<int8_t>(head, l, unit, row, codes_.data());
+        else store_head<T>(head, l, unit, row, queries_.data());
+    }
+    template <class Cached>
+    void store_head(const float* head, int l, int unit, int row, QueryNumber<Cached>* queries) {
+        const int count = spec_.query_heads, key = unit - count, value = key - spec_.key_value_heads;
+        const int size = heads_.template query_size<Cached>();
+        if (key < 0) return heads_.template store_query<Cached>(head, queries + ((size_t)row * count + unit) * size);
+        uint8_t* slot = layer_cache<Cached>(l) + pass_->rows.own_slot(row) * heads_.template slot_bytes<Cached>();
+        if (value < 0) heads_.template store_key<Cached>(head, key, slot);
+        else heads_.template store_value<Cached>(head, value, slot);
+    }
+    template <class Cached>
+    uint8_t* layer_cache(int l) const {
+        return (uint8_t*)spec_.cache + (size_t)l * spec_.slots * heads_.template slot_bytes<Cached>();
     }
 
     // Rotary position embedding (Su et al. 2021), the halves of what is rotated as real and imaginary parts.
@@ -318,13 +339,17 @@ class Network : public AnyNetwork {
     }
 
     void attend(const Layer& layer, int l, int part, int thread) {
-        const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * 2 * heads_.key_row();
+        if (spec_.is_int8_cache) attend(layer, l, part, std::get<Attention<int8_t>>(scratch_[thread]->attention), codes_.data());
+        else attend(layer, l, part, std::get<Attention<T>>(scratch_[thread]->attention), queries_.data());
+    }
+    template <class Cached>
+    void attend(const Layer& layer, int l, int part, Attention<Cached>& attention, const QueryNumber<Cached>* queries) {
+        const uint8_t* cache = layer_cache<Cached>(l);
         const AttentionOptions options = {.scale = spec_.scale, .softcap = spec_.softcap, .window = layer.window};
         const int parts = (int)arenas_.size();
-        Attention<T>& attention = scratch_[thread]->attention;
         if (layer.output.has_dense())
-            return attention(pass_->rows, chunks_, part, parts, options, cache, queries_.data(), attended_rows_.data());
-        attention(pass_->rows, chunks_, part, parts, options, cache, queries_.data(), attended_floats_.data());
+            return attention(pass_->rows, chunks_, part, parts, options, cache, queries, attended_rows_.data());
+        attention(pass_->rows, chunks_, part, parts, options, cache, queries, attended_floats_.data());
         const int group = heads_.queries_per_key * heads_.width;
         attention.for_each_item(chunks_, part, parts, [&](Chunk chunk, int key_head) {
             for (int row = chunk.first; row < chunk.end; row++)
@@ -441,7 +466,8 @@ class Network : public AnyNetwork {
         x_.resize((size_t)rows * hidden_);
         if (spec_.sum || adds_apart_) partial_.resize((size_t)rows * hidden_);
         projected_.resize((size_t)rows * (attended_ + 2 * spec_.key_value_heads * spec_.head_width));
-        queries_.resize((size_t)rows * attended_);
+        if (spec_.is_int8_cache) codes_.resize((size_t)rows * spec_.query_heads * heads_.template query_size<int8_t>());
+        else queries_.resize((size_t)rows * attended_);
         attended_rows_.resize((size_t)rows * attended_);
         if (takes_quantised_) attended_floats_.resize((size_t)rows * attended_);
         gate_.resize((size_t)rows * inner_);
@@ -460,6 +486,22 @@ class Network : public AnyNetwork {
         std::vector<float> vector(from, from + size);
         vector.resize(width);
         return vector;
+    }
+
+    // By what keys of 8 bits are divided, and queries multiplied: a power of two for each rotary pair, [key-value heads,
+    // head width]. A bias of 100 in one pair, as Qwen2.5 has, would leave the others of its KEY_BLOCK few integers.
+    std::vector<float> units_of_keys(const float* bias) const {
+        constexpr float TYPICAL = 4;  // magnitude of a pair
+        const int half = spec_.rotary_size / 2;
+        std::vector<float> units((size_t)spec_.key_value_heads * spec_.head_width, 1.0f);
+        for (int head = 0; head < spec_.key_value_heads; head++, bias += spec_.head_size)
+            for (int i = 0; i < half; i++) {
+                int exponent;
+                std::frexp(std::hypot(bias[i], bias[i + half]) / TYPICAL, &exponent);
+                float* pair = &units[(size_t)head * spec_.head_width + i];
+                pair[0] = pair[half] = std::ldexp(1.0f, std::max(exponent, 0));
+            }
+        return units;
     }
 
     // The matrix after attention, with zero columns for the padding of heads.
@@ -490,6 +532,7 @@ class Network : public AnyNetwork {
     std::vector<float> x_, partial_;         // [R, H]
     std::vector<float> projected_;           // [R, heads of queries, keys and values]
     std::vector<T> queries_, attended_rows_;  // [R, query heads]
+    std::vector<int16_t> codes_;              // the queries for keys of 8 bits
     std::vector<float> attended_floats_;      // the same, before they are quantised
     QuantisedRows quantised_attended_, quantised_activated_;
     std::vector<float> gate_, up_;           // [R, inner]

@@ -506,7 +506,7 @@ inline PartFloats add_block(PartFloats sum, const PartInts (&dots)[2], const Blo
 // One panel for a group of R rows. y: of the panel's columns and the first row.
 template <class L, int R>
 inline void panel_product(const uint8_t* w, int units, const uint8_t* x, int rows, const float* bias, float* y, size_t stride, bool add) {
-    constexpr int PARTS = LANES / PART, OFFSET = L::OFFSET - (IS_SIGNED_HERE<L> ? 128 : 0), HALF = BLOCK_VECTORS / 2;
+    constexpr int OFFSET = L::OFFSET - (IS_SIGNED_HERE<L> ? 128 : 0), HALF = BLOCK_VECTORS / 2;
     PartFloats sums[PARTS][R] = {};
     for (int u = 0; u < units; u++, w += L::UNIT_BYTES) {
 #pragma GCC unroll 1

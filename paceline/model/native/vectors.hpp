@@ -5,6 +5,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -18,6 +19,21 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Uint32s __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int16_t Shorts __attribute__((vector_size(64)));
+
+// Products work on parts of `Floats`: GCC keeps a vector that takes several registers in memory.
+#if defined(__AVX512F__)
+constexpr int PART = 16;  // lanes of a register
+#elif defined(__AVX2__)
+constexpr int PART = 8;
+#else
+constexpr int PART = 4;
+#endif
+constexpr int PARTS = LANES / PART;
+typedef float PartFloats __attribute__((vector_size(4 * PART)));
+typedef int32_t PartInts __attribute__((vector_size(4 * PART)));
+typedef uint32_t PartWords __attribute__((vector_size(4 * PART)));
+inline PartFloats all_of_part(float x) { return x - PartFloats{}; }
 
 struct bf16 {
     uint16_t bits;
@@ -43,18 +59,35 @@ constexpr int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
 // Selects lanes of two vectors: 0 to 15 are the first vector's.
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define PART_SHUFFLE SHUFFLE
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#define PART_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, PartInts{__VA_ARGS__})
 #endif
 
 // Operations on the type of weights, activations, keys and values; everything else is float.
 template <class T>
 struct Element;
 
+// Sums of products of words, by lane.
+template <class T>
+struct PartSums {
+    PartFloats parts[PARTS] = {};
+    void add(const uint32_t* words, uint32_t other) {
+        for (int p = 0; p < PARTS; p++)
+            parts[p] = Element<T>::multiply_add(parts[p], load<PartWords>(words + PART * p), other - PartWords{});
+    }
+    Floats floats() const { return load<Floats>(parts); }
+};
+
 template <>
 struct Element<float> {
+    using Sums = PartSums<float>;
     static constexpr int PER_WORD = 1;
-    static Floats multiply_add(Floats sum, Uint32s a, Uint32s b) { return sum + (Floats)a * (Floats)b; }
+    template <class V, class W>
+    static V multiply_add(V sum, W a, W b) {
+        return sum + (V)a * (V)b;
+    }
     static Floats widen(const float* from) { return load<Floats>(from); }
     static void narrow(float* to, Floats x) { store(to, x); }
     static float widen_one(float x) { return x; }
@@ -62,13 +95,15 @@ struct Element<float> {
 
 template <>
 struct Element<bf16> {
+    using Sums = PartSums<bf16>;
     static constexpr int PER_WORD = 2;
-    static Floats multiply_add(Floats sum, Uint32s a, Uint32s b) {
+    template <class V, class W>
+    static V multiply_add(V sum, W a, W b) {
 #ifdef __AVX512BF16__
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+        return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-        sum += (Floats)(a & 0xffff0000u) * (Floats)(b & 0xffff0000u);
-        return sum + (Floats)(a << 16) * (Floats)(b << 16);
+        sum += (V)(a & 0xffff0000u) * (V)(b & 0xffff0000u);
+        return sum + (V)(a << 16) * (V)(b << 16);
 #endif
     }
     static Floats widen(const bf16* from) {
@@ -90,18 +125,35 @@ struct Element<bf16> {
     }
 };
 
-// Products with quantised weights work on parts of `Floats`: GCC keeps a vector that takes several registers in memory.
-#if defined(__AVX512F__)
-constexpr int PART = 16;  // lanes of a register
-#elif defined(__AVX2__)
-constexpr int PART = 8;
+template <>
+struct Element<int8_t> {
+    static constexpr int PER_WORD = 2;  // widened to 16 bits
+    // Sums of products, by lane: exact, so equal on every instruction set.
+    struct Sums {
+#if defined(__AVX2__) && !defined(__AVX512BW__)  // GCC 12 would keep Ints in memory
+        __m256i halves[2] = {};
+        void add(const uint32_t* words, uint32_t other) {
+            const __m256i pair = _mm256_set1_epi32((int)other);
+            for (int h = 0; h < 2; h++)
+                halves[h] = _mm256_add_epi32(halves[h], _mm256_madd_epi16(load<__m256i>(words + 8 * h), pair));
+        }
+        Floats floats() const { return __builtin_convertvector(load<Ints>(halves), Floats); }
 #else
-constexpr int PART = 4;
+        Ints sums = {};
+        void add(const uint32_t* words, uint32_t other) {
+            const Uint32s a = load<Uint32s>(words), b = all_words(other);
+#if defined(__AVX512VNNI__)
+            sums = (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+            sums += (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+            sums += ((Ints)a >> 16) * ((Ints)b >> 16) + ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16);
 #endif
-typedef float PartFloats __attribute__((vector_size(4 * PART)));
-typedef int32_t PartInts __attribute__((vector_size(4 * PART)));
-typedef uint32_t PartWords __attribute__((vector_size(4 * PART)));
-inline PartFloats all_of_part(float x) { return x - PartFloats{}; }
+        }
+        Floats floats() const { return __builtin_convertvector(sums, Floats); }
+#endif
+    };
+};
 
 // a * b + c, rounded once on every instruction set. `a * b + c` is rounded once only where the compiler chooses so.
 template <class V>
@@ -169,13 +221,33 @@ inline float sum_of(Floats x) {
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
 }
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+template <class V>
+inline V larger(V a, V b) { return a > b ? a : b; }
 inline float max_of(Floats x) {
     float lanes[LANES], most;
     store(lanes, x);
     most = lanes[0];
     for (int i = 1; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
     return most;
+}
+
+// Symmetric integers of x [count], a multiple of 16, and their scale: largest magnitude / largest integer.
+template <class Integer>
+inline float quantise(const float* x, int count, Integer* to) {
+    constexpr float LARGEST = sizeof(Integer) == 1 ? 127 : 32767, to_integer = 12582912.0f;  // see `exp_of`
+    Ints most = {};  // bits of magnitudes are in the order of magnitudes, and NaN's are the largest
+    for (int i = 0; i < count; i += LANES) most = larger(load<Ints>(x + i) & 0x7fffffff, most);
+    most = larger(most, SHUFFLE(most, most, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    most = larger(most, SHUFFLE(most, most, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    most = larger(most, SHUFFLE(most, most, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    most = larger(most, SHUFFLE(most, most, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    const float top = load<float>(&most), inverse = top > 1e-30f ? LARGEST / top : 0.0f;
+    typedef Integer Integers __attribute__((vector_size(LANES * sizeof(Integer))));
+    for (int i = 0; i < count; i += LANES) {
+        const Ints rounded = (Ints)fused(load<Floats>(x + i), all(inverse), all(to_integer)) - 0x4b400000;
+        store(to + i, __builtin_convertvector(rounded, Integers));
+    }
+    return top / LARGEST;
 }
 
 // e^x to 2 units in the last place: x = n ln 2 + r, a polynomial of degree 6 for e^r, and n added to the exponent.
@@ -203,28 +275,31 @@ inline Floats silu(Floats x) { return x / (1.0f + exp_of(-x)); }
 inline Floats gelu(Floats x) { return x / (1.0f + exp_of(-1.5957691216f * (x + 0.044715f * x * x * x))); }
 inline Floats tanh_of(Floats x) { return 1.0f - 2.0f / (exp_of(2.0f * x) + 1.0f); }
 
-// Transposes 16 x 16 words.
-inline void transpose(Uint32s (&square)[LANES]) {
-    auto exchange = [&](int distance, auto low, auto high) {
-        for (int i = 0; i < LANES; i++)
-            if (!(i & distance)) {
-                Uint32s a = square[i], b = square[i + distance];
-                square[i] = low(a, b);
-                square[i + distance] = high(a, b);
-            }
-    };
-    exchange(
-        8, [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23); },
-        [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31); });
-    exchange(
-        4, [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27); },
-        [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31); });
-    exchange(
-        2, [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); },
-        [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); });
-    exchange(
-        1, [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30); },
-        [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31); });
+// Of two rows of a square: the lower or the upper half of each pair of D lanes.
+template <int D, bool UPPER, size_t... I>
+inline PartWords half_of_pairs(PartWords a, PartWords b, std::index_sequence<I...>) {
+    return PART_SHUFFLE(a, b, (int)(UPPER ? (I & D ? PART + I : I + D) : (I & D ? PART + I - D : I))...);
+}
+template <int D = PART / 2>
+inline void transpose_part(PartWords (&square)[PART]) {
+    constexpr auto lanes = std::make_index_sequence<PART>();
+#pragma GCC unroll 16
+    for (int i = 0; i < PART; i++)
+        if (!(i & D)) {
+            const PartWords a = square[i], b = square[i + D];
+            square[i] = half_of_pairs<D, false>(a, b, lanes), square[i + D] = half_of_pairs<D, true>(a, b, lanes);
+        }
+    if constexpr (D > 1) transpose_part<D / 2>(square);
+}
+// to [16, 16] = `from` transposed.
+inline void transpose(const uint32_t (&from)[LANES][LANES], uint32_t* to) {
+    for (int p = 0; p < LANES; p += PART)
+        for (int q = 0; q < LANES; q += PART) {
+            PartWords square[PART];
+            for (int i = 0; i < PART; i++) square[i] = load<PartWords>(from[p + i] + q);
+            transpose_part(square);
+            for (int i = 0; i < PART; i++) store(to + (q + i) * LANES + p, square[i]);
+        }
 }
 
 }  // namespace paceline
