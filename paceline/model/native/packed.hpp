@@ -556,9 +556,9 @@ inline void group_product(const uint8_t* w, int units, const uint8_t* x, int n, 
         case 1: return of_size.template operator()<1>();
         case 2: return of_size.template operator()<2>();
         case 3: return of_size.template operator()<3>();
-#ifdef __AVX512F__
         case 4: return of_size.template operator()<4>();
         case 6: return of_size.template operator()<6>();
+#ifdef __AVX512F__
         case 8: return of_size.template operator()<8>();
         case 12: return of_size.template operator()<12>();
 #endif
