@@ -83,7 +83,7 @@ class Network : public AnyNetwork {
         for (int l = 0; l < spec.layers; l++) {
             add_phases(l, layers[l]);
             layers_.emplace_back(*this, pool, layers[l]);
-            takes_quantised_ |= layers_[l].output.has_quantised() || layers_[l].down.has_quantised();
+            takes_quantised_ |= layers_[l].output.takes_quantised() || layers_[l].down.takes_quantised();
             spec.layer_packed();
         }
         phases_.push_back({FINISH, spec.layers});
@@ -112,7 +112,7 @@ class Network : public AnyNetwork {
 
     void output(ThreadPool& pool, const void* final_states, int rows, float* logits) override {
         QuantisedRows quantised;
-        if (head_.has_quantised()) {
+        if (head_.takes_quantised()) {
             std::vector<float> row(hidden_);
             quantised.resize(rows, hidden_);
             for (int r = 0; r < rows; r++) {
@@ -251,10 +251,10 @@ class Network : public AnyNetwork {
             T* to = &activated_[(size_t)row * inner_];
             for (int i = begin; i < end; i += LANES) {
                 const Floats in = load<Floats>(gate + i), numbers = (spec_.is_gelu ? gelu(in) : silu(in)) * load<Floats>(up + i);
-                if (layer.down.has_dense()) Element<T>::narrow(to + i, numbers);
+                if (layer.down.takes_dense()) Element<T>::narrow(to + i, numbers);
                 else store(gate + i, numbers);
             }
-            if (layer.down.has_quantised()) quantised_activated_.quantise(row, gate, begin, end);
+            if (layer.down.takes_quantised()) quantised_activated_.quantise(row, gate, begin, end);
         }
     }
 
@@ -322,7 +322,7 @@ class Network : public AnyNetwork {
         const AttentionOptions options = {.scale = spec_.scale, .softcap = spec_.softcap, .window = layer.window};
         const int parts = (int)arenas_.size();
         Attention<T>& attention = scratch_[thread]->attention;
-        if (layer.output.has_dense())
+        if (layer.output.takes_dense())
             return attention(pass_->rows, chunks_, part, parts, options, cache, queries_.data(), attended_rows_.data());
         attention(pass_->rows, chunks_, part, parts, options, cache, queries_.data(), attended_floats_.data());
         const int group = heads_.queries_per_key * heads_.width;
@@ -345,7 +345,7 @@ class Network : public AnyNetwork {
         const int wanted = pass_->wanted_count;
         if (!spec_.head.data || !wanted) return;
         Scratch& mine = *scratch_[thread];
-        if (head_.has_quantised()) mine.quantised.resize(wanted, hidden_);
+        if (head_.takes_quantised()) mine.quantised.resize(wanted, hidden_);
         for (int i = 0; i < wanted; i++) norm_input(mine, &x_[(size_t)pass_->wanted[i] * hidden_], final_norm_, i, head_);
         mine.normed = -1;
         head_.product(part, {mine.input.data(), &mine.quantised, wanted}, pass_->logits, head_.columns(), false);
@@ -373,7 +373,7 @@ class Network : public AnyNetwork {
         Scratch& mine = *scratch_[thread];
         const int rows = pass_->rows.count;
         if (mine.normed != phase) {
-            if ((matrices.has_quantised() || ...)) mine.quantised.resize(rows, hidden_);
+            if ((matrices.takes_quantised() || ...)) mine.quantised.resize(rows, hidden_);
             for (int row = 0; row < rows; row++) norm_input(mine, &x_[(size_t)row * hidden_], norm, row, matrices...);
         }
         mine.normed = phase;
@@ -382,11 +382,12 @@ class Network : public AnyNetwork {
     // Norms x [H] as row `to` of the inputs that these matrices need.
     template <class... Matrices>
     void norm_input(Scratch& mine, const float* x, const std::vector<float>& norm, int to, const Matrices&... matrices) {
-        if ((matrices.has_quantised() || ...)) {
+        if ((matrices.takes_quantised() || ...)) {
             norm_row(x, norm, mine.row.data());
             mine.quantised.quantise(to, mine.row.data(), 0, hidden_);
         }
-        if (!(matrices.has_quantised() && ...)) norm_row(x, norm, &mine.input[(size_t)to * hidden_]);
+        if ((matrices.takes_dense() || ...) || !(matrices.takes_quantised() || ...))
+            norm_row(x, norm, &mine.input[(size_t)to * hidden_]);
     }
     // The normed embeddings and states of all rows, concatenated: [R, 2 * H].
     ProductInput<T> joined(int phase, int thread) {
