@@ -733,7 +733,7 @@ MUTANTS = (
     Mutant(
         "native: rows are not rounded for the dense columns of a matrix that has packed ones, too",
         "paceline/model/native/network.hpp",
-        "if ((matrices.takes_dense() || ...) || !(matrices.takes_quantised() || ...))",
+        "if (sizeof...(matrices) == 0 || (matrices.takes_dense() || ...))",
         "if (!(matrices.takes_quantised() && ...))",
         PACKED_FOLDERS,
     ),

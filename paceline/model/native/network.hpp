@@ -184,9 +184,10 @@ class Network : public AnyNetwork {
     };
 
     struct Scratch {  // of one thread
-        Scratch(Heads heads, int positions, int hidden) : attention(heads, positions), row(hidden) {}
+        Scratch(Heads heads, int positions, int hidden) : attention(heads, positions), row(hidden), both(2 * hidden) {}
         Attention<T> attention;
         std::vector<float> row;  // an embedding, a state, or a normed row
+        std::vector<float> both;  // a normed embedding and a normed state
         std::vector<T> input;    // normed rows
         QuantisedRows quantised;
         int normed = -1;         // in which phase
@@ -205,7 +206,7 @@ class Network : public AnyNetwork {
             case HEADS: {
                 tap(l, part);
                 bool joins = l == 0 && spec_.has_states && !spec_.projection.data;
-                const auto in = joins ? joined(phase, thread) : normed(phase, thread, layer.input_norm, layer.qkv);
+                const auto in = joins ? joined(phase, thread, layer.qkv) : normed(phase, thread, layer.input_norm, layer.qkv);
                 layer.qkv.product(part, in, projected_.data(), layer.qkv.columns(), false);
                 for (int unit = layer.qkv.first_unit(part); unit < layer.qkv.first_unit(part + 1); unit++)
                     for (int row = 0; row < rows; row++) finish_head(layer, l, unit, row);
@@ -261,7 +262,7 @@ class Network : public AnyNetwork {
     // Computes the first layer's input.
     void begin(int phase, int part, int thread) {
         if (spec_.projection.data)
-            return projection_.product(part, joined(phase, thread), x_.data(), hidden_, false);
+            return projection_.product(part, joined(phase, thread, projection_), x_.data(), hidden_, false);
         auto [begin, end] = rows_of(part);
         for (int row = begin; row < end; row++) {
             float* x = &x_[(size_t)row * hidden_];
@@ -337,7 +338,7 @@ class Network : public AnyNetwork {
         tap(spec_.layers, part);
         for (int i = 0; i < pass_->tap_count; i++)
             if (pass_->taps[i] == spec_.layers + 1) {
-                const T* all_rows = normed(phase, thread, final_norm_, projection_).dense;
+                const T* all_rows = normed(phase, thread, final_norm_).dense;
                 auto [begin, end] = rows_of(part);
                 for (int row = begin; row < end; row++)
                     memcpy(tapped(row, i), all_rows + (size_t)row * hidden_, spec_.hidden * sizeof(T));
@@ -367,7 +368,8 @@ class Network : public AnyNetwork {
     }
     T* tapped(int row, int i) { return (T*)pass_->tapped + ((size_t)row * pass_->tap_count + i) * spec_.hidden; }
 
-    // All rows, normed, as inputs of these matrices. Every thread computes its own copy, which is cheaper than another phase.
+    // All rows, normed, as inputs of these matrices, or in T if there are none. Every thread computes its own copy, which is
+    // cheaper than another phase.
     template <class... Matrices>
     ProductInput<T> normed(int phase, int thread, const std::vector<float>& norm, const Matrices&... matrices) {
         Scratch& mine = *scratch_[thread];
@@ -386,21 +388,29 @@ class Network : public AnyNetwork {
             norm_row(x, norm, mine.row.data());
             mine.quantised.quantise(to, mine.row.data(), 0, hidden_);
         }
-        if ((matrices.takes_dense() || ...) || !(matrices.takes_quantised() || ...))
-            norm_row(x, norm, &mine.input[(size_t)to * hidden_]);
+        if (sizeof...(matrices) == 0 || (matrices.takes_dense() || ...)) norm_row(x, norm, &mine.input[(size_t)to * hidden_]);
     }
-    // The normed embeddings and states of all rows, concatenated: [R, 2 * H].
-    ProductInput<T> joined(int phase, int thread) {
+    // The normed embeddings and states of all rows, concatenated: [R, 2 * H], as inputs of this matrix.
+    ProductInput<T> joined(int phase, int thread, const Matrix<T>& matrix) {
         Scratch& mine = *scratch_[thread];
-        for (int row = 0; mine.normed != phase && row < pass_->rows.count; row++) {
-            T* to = &mine.input[(size_t)row * 2 * hidden_];
+        const int rows = pass_->rows.count;
+        auto join = [&](int row, auto* to) {
             embed(row, mine.row.data());
             norm_row(mine.row.data(), token_norm_, to);
             widen(state(row), mine.row.data());
             norm_row(mine.row.data(), state_norm_, to + hidden_);
+        };
+        if (mine.normed != phase) {
+            if (matrix.takes_quantised()) mine.quantised.resize(rows, 2 * hidden_);
+            for (int row = 0; row < rows; row++) {
+                if (matrix.takes_dense()) join(row, &mine.input[(size_t)row * 2 * hidden_]);
+                if (!matrix.takes_quantised()) continue;
+                join(row, mine.both.data());
+                mine.quantised.quantise(row, mine.both.data(), 0, 2 * hidden_);
+            }
         }
         mine.normed = phase;
-        return {mine.input.data(), nullptr, pass_->rows.count};
+        return {mine.input.data(), &mine.quantised, rows};
     }
     // x and `to` are [H] and may be the same.
     template <class To>
