@@ -23,10 +23,11 @@ from paceline.model.model import ModelInfo
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
-from paceline.model.packed_floats import floats
+from paceline.model.packed_floats import float8_group, floats
 from paceline.model.packed_integers import UNIT
 from paceline.model.packed_model import EMBEDDING, HEAD, PackedModel, PackedNetwork, PackedWeights
 from paceline.model.quantization import (
+    SCALES,
     Settings,
     check_format,
     dequantized_module,
@@ -135,12 +136,15 @@ class StoredPacking:
         stored = [part for part in _of_module(checkpoint, module) if part != f"{module}.bias"]
         if stored == [name]:
             return math.prod(shape) * dtype.itemsize
+        if has_integers(self._settings):  # scales count as float32
+            return sum(math.prod(checkpoint.shape(part)) * (1 if part == name else 4) for part in stored)
         rows, width = shape
-        if name in stored:  # 8 bits
-            return rows * (width + 4 * -(-width // UNIT))
-        if not has_integers(self._settings):  # MXFP4
+        if name not in stored:
             return rows * packed_bytes(width, "mxfp4")
-        return 4 * sum(math.prod(checkpoint.shape(part)) for part in stored)
+        groups = [
+            float8_group(checkpoint.shape(part), width, self._settings) for part in stored if part.endswith(SCALES)
+        ]
+        return math.prod(shape) * dtype.itemsize if None in groups else rows * (width + 4 * -(-width // UNIT))
 
 
 def _of_module(checkpoint: Checkpoint, module: str) -> list[str]:

@@ -21,7 +21,7 @@ from paceline.model.quantization import ReadTensor, Settings, block_of, needed, 
 E4M3, MXFP4 = 1005, 39
 """`BlockType` of blocks.hpp."""
 NAN = 0x7F
-"""Without its sign."""
+"""Of e4m3, without its sign: no number of native code's."""
 
 
 def floats(part: ReadTensor, settings: Settings) -> QuantizedWeight | None:
@@ -35,16 +35,25 @@ def floats(part: ReadTensor, settings: Settings) -> QuantizedWeight | None:
     weight, scale = needed(part, "weight"), scale_of(part)
     if weight.dtype != torch.float8_e4m3fn or scale is None or part("weight_zero_point") is not None:
         return None
-    return _e4m3(weight.view(torch.uint8), scale, block_of(settings))
-
-
-def _e4m3(codes: Tensor, scale: Tensor, block: Sequence[int] | None) -> QuantizedWeight | None:
-    """`codes`: uint8 [out, in]; `scale`: as in quantization.py. A NaN is no number of native code's."""
-    rows, width = codes.shape
-    columns = scale.shape[1] if scale.dim() == 2 else 1
-    group = block[1] if block is not None and columns > 1 else -(-width // columns)
-    if width % BLOCK or (columns > 1 and group % UNIT) or bool((codes & NAN == NAN).any()):
+    codes, group = weight.view(torch.uint8), float8_group(scale.shape, weight.shape[1], settings)
+    if group is None or bool((codes & NAN == NAN).any()):
         return None
+    return _e4m3(codes, scale, block_of(settings), group)
+
+
+def float8_group(scale: Sequence[int], width: int, settings: Settings) -> int | None:
+    """Neighbouring inputs of a row of `width` numbers that share a scale; None if blocks do not hold such scales.
+
+    `scale`: the shape of the weight's scales, as in quantization.py.
+    """
+    columns, block = scale[1] if len(scale) == 2 else 1, block_of(settings)
+    group = block[1] if block is not None and columns > 1 else -(-width // columns)
+    return group if width % BLOCK == 0 and (columns == 1 or group % UNIT == 0) else None
+
+
+def _e4m3(codes: Tensor, scale: Tensor, block: Sequence[int] | None, group: int) -> QuantizedWeight:
+    """`codes`: uint8 [out, in]; `scale`: as in quantization.py, with `group` inputs each."""
+    (rows, width), columns = codes.shape, scale.shape[1] if scale.dim() == 2 else 1
     of_rows = spread_scales(scale, (rows, columns), None if block is None else (block[0], 1)).expand(rows, columns)
     of_blocks = of_rows[:, torch.arange(0, width, BLOCK) // group].unsqueeze(-1).contiguous().view(torch.uint8)
     return _weight(E4M3, of_blocks, codes.unflatten(1, (-1, BLOCK)))

@@ -329,6 +329,7 @@ def test_rows_of_a_quantised_folder_equal_one_row_at_a_time(form: str, dtype: st
         ("fp8-whole", 1 + 4 / 128),
         ("fp8-blocks 128", 1 + 4 / 128),
         ("mxfp4-pack-quantized", 17 / 32),
+        ("mxfp8-quantized", 4.0),
     ],
 )
 def test_the_plan_knows_a_quantised_folder_s_bytes(form: str, of_a_number: float, tmp_path: Path) -> None:

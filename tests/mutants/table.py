@@ -41,6 +41,7 @@ TRITON = ("unit/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
+PACKED_HEADS = ("exactness/test_packed_heads.py",)
 DEQUANTISED = ("unit/test_gguf_names.py", "unit/test_gguf_config.py")
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
@@ -719,8 +720,8 @@ MUTANTS = (
     Mutant(
         "a NaN of FP8 becomes the number 480",
         "paceline/model/packed_floats.py",
-        " or bool((codes & NAN == NAN).any())",
-        "",
+        "if group is None or bool((codes & NAN == NAN).any()):",
+        "if group is None:",
         PACKED_FOLDERS,
     ),
     Mutant(
@@ -736,6 +737,20 @@ MUTANTS = (
         "if (sizeof...(matrices) == 0 || (matrices.takes_dense() || ...))",
         "if (!(matrices.takes_quantised() && ...))",
         PACKED_FOLDERS,
+    ),
+    Mutant(
+        "native: packed heads see the embedding, and of the state nothing",
+        "paceline/model/native/network.hpp",
+        "mine.quantised.quantise(row, mine.both.data(), 0, 2 * hidden_);",
+        "mine.quantised.quantise(row, mine.both.data(), 0, hidden_);",
+        PACKED_HEADS,
+    ),
+    Mutant(
+        "a head's matrices stay as they are stored, whatever quantization says",
+        "paceline/drafting/heads/llama_head.py",
+        "        if quantization is None:",
+        "        if True:",
+        PACKED_HEADS,
     ),
     Mutant(
         "packed layers that slide see all positions",
