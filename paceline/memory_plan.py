@@ -4,14 +4,15 @@ A plan divides what weights and activations leave of a device by the bytes of a 
 draft, and hidden states for drafts. All workers that share a device solve the same equation. Weights are counted from
 shapes, activations by a formula; nothing is run.
 
-A head's weights are counted as stored, in the target's dtype, including copies of the target's matrices, which loading
-drops. So its estimate is an upper bound.
+A head's weights are counted as stored, in the target's dtype or packed, with copies of the target's matrices, which
+loading drops. So its estimate is an upper bound.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 
 from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
+from paceline.config.engine_config import Quantization
 from paceline.drafting.auto_method import mtp_layer_names
-from paceline.drafting.method_registry import hidden_state_layers
+from paceline.drafting.method_registry import UNPACKED, hidden_state_layers
 from paceline.gguf.gguf_config import GgufSettings
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
@@ -228,7 +230,7 @@ def _draft_memory(
             return WorkerMemory(), WorkerMemory()
         number = target.hidden_size * target.dtype.itemsize
         states = WorkerMemory(bytes_per_slot=len(hidden_state_layers(speculation, engine, lambda: target)) * number)
-        head = _checkpoint_memory(speculation, target)
+        head = _checkpoint_memory(speculation, target, engine)
         if worker and head.weights:
             activations = _activations(target.config, Heads.of(target.config), target.dtype, engine)
             head += WorkerMemory(2 * target.vocabulary_size * number, activations)
@@ -237,8 +239,8 @@ def _draft_memory(
         return WorkerMemory(), WorkerMemory()
 
 
-def _checkpoint_memory(config: SpeculativeConfig, target: TargetWeights) -> WorkerMemory:
-    """The weights and the cache of a speculator with a checkpoint; nothing for others.
+def _checkpoint_memory(config: SpeculativeConfig, target: TargetWeights, engine: EngineConfig) -> WorkerMemory:
+    """The weights, packed if `engine` says so, and the cache of a speculator with a checkpoint; nothing for others.
 
     Raises `CheckpointError` or `ModelNotFoundError`.
     """
@@ -248,8 +250,18 @@ def _checkpoint_memory(config: SpeculativeConfig, target: TargetWeights) -> Work
     checkpoint = Checkpoint(target.folder if config.model is None else resolve_model(config.model))
     names = mtp_layer_names(checkpoint) if config.model is None else checkpoint.names
     size = target.dtype.itemsize
-    weights = sum(math.prod(checkpoint.shape(name)) for name in names) * size
+    packing = None if config.method in UNPACKED else engine.quantization
+    weights = sum(_matrix_bytes(name, checkpoint.shape(name), packing, size) for name in names)
     return WorkerMemory(weights, 0, cached_numbers(config.method, checkpoint.config, target.config.to_dict()) * size)
+
+
+def _matrix_bytes(name: str, shape: Sequence[int], packing: Quantization | None, size: int) -> int:
+    """Of a head's tensor, `size` bytes a number if it is not packed."""
+    if packing is None or len(shape) != 2 or not name.endswith(("_proj.weight", "lm_head.weight")):
+        return math.prod(shape) * size
+    from paceline.model.block_quantization import BROADEST, packed_bytes
+
+    return shape[0] * packed_bytes(shape[1], BROADEST if name.endswith("lm_head.weight") else packing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +289,7 @@ def draft_memory(
 
     Raises `CheckpointError` or `ModelNotFoundError`.
     """
-    draft, slots = _checkpoint_memory(config, target), engine.slot_count
+    draft, slots = _checkpoint_memory(config, target, engine), engine.slot_count
     draft = _model_memory(config, engine) or draft
     states = state_layers * target.hidden_size * target.dtype.itemsize
     return DraftMemory(

@@ -14,6 +14,7 @@ Its facts, which need no code, are its row in `paceline.config.METHODS`.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,10 @@ if TYPE_CHECKING:  # links import `paceline.drafting` where torch is not loaded
     from paceline.model.model import Model
     from paceline.model.target_weights import TargetWeights
 
+log = logging.getLogger(__name__)
+
+UNPACKED = ("mlp_speculator", "medusa", "dflash")
+"""Heads that torch computes: `EngineConfig.quantization` does not concern them."""
 TargetWeightsProvider: TypeAlias = "Callable[[], TargetWeights]"
 """Loads the target's weights that drafts use. Called only for methods that use them."""
 
@@ -87,6 +92,8 @@ def build_speculator(
         raise ValueError("method pool is for targets: give this draft worker a method or a model")
     if method not in METHODS:
         raise ValueError(f"method {method!r} drafts nothing")
+    if engine.quantization is not None and method in UNPACKED:
+        log.info("%s drafts with weights as they are stored: quantization is for layers of the Llama kind", method)
     inputs = MethodInputs(_chains_if_sampled(config), engine, target_weights, target_model)
     speculator = _build(inputs)
     if METHODS[method].kind in ("model", "head") and config.vocabulary_mapping == "none":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from paceline.model.layer_weights import QuantizedWeight
 from paceline.model.packed_integers import IntegerMatrix
 from paceline.model.quantization import AWQ_COLUMNS, ReadTensor, Settings, group_of, needed, unpacked
 
@@ -14,19 +15,19 @@ ReadMatrix = Callable[[ReadTensor, Settings], IntegerMatrix | None]
 
 
 def has_integers(settings: Settings) -> bool:
-    """Whether a checkpoint with this `quantization_config` has integers, not 8-bit floats."""
+    """Whether a checkpoint with this `quantization_config` has integers, not floats."""
     if settings.get("quant_method") == "compressed-tensors":
         return str(group_of(settings).get("type", "int")) == "int"
     return settings.get("quant_method") in FORMATS
 
 
-def integers(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
+def integers(part: ReadTensor, settings: Settings) -> QuantizedWeight | None:
     """Of the module whose tensors `part` reads; None if its groups are not of neighbouring inputs, or not whole blocks.
 
     Raises `MissingTensorError`.
     """
     matrix = FORMATS[str(settings["quant_method"])](part, settings)
-    return matrix if matrix is not None and matrix.is_packable else None
+    return matrix.packed() if matrix is not None and matrix.is_packable else None
 
 
 def _awq(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:

@@ -103,7 +103,8 @@ class StateFusion:
 
     token_norm: Tensor | None = None
     state_norm: Tensor | None = None
-    projection: Tensor | None = None
+    projection: Weight | None = None
+    """Quantised by native code only."""
     projection_bias: Tensor | None = None
     norms_residual: bool = False
     """Without a projection: the first layer's input is the normed state."""

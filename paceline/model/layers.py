@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.attention import AttentionOptions, Heads, Pass
-from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, RotaryTables, StateFusion
+from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, QuantizedWeight, RotaryTables, StateFusion
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_library import DTYPES
 from paceline.model.native.native_product import NativeProduct
@@ -184,6 +184,7 @@ class _StateFusionModule:
     def __init__(self, fusion: StateFusion, eps: float) -> None:
         self._token_norm, self._state_norm = _norm(fusion.token_norm, eps), _norm(fusion.state_norm, eps)
         biases = () if fusion.projection_bias is None else (fusion.projection_bias,)
+        assert not isinstance(fusion.projection, QuantizedWeight)
         self._projection = None if fusion.projection is None else Linear(fusion.projection, biases=biases)
         self._norms_residual = fusion.norms_residual
 

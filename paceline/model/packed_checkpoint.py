@@ -23,11 +23,15 @@ from paceline.model.model import ModelInfo
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
+from paceline.model.packed_floats import float8_group, floats
+from paceline.model.packed_integers import UNIT
 from paceline.model.packed_model import EMBEDDING, HEAD, PackedModel, PackedNetwork, PackedWeights
 from paceline.model.quantization import (
+    SCALES,
     Settings,
     check_format,
     dequantized_module,
+    is_dequantized_at_load,
     plain_names,
     quantized_modules,
     reading_module,
@@ -40,8 +44,6 @@ from paceline.text import vocabulary_fingerprint
 PACKED_FOLDERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """transformers' model types whose folders can be packed: all their layers are Llama's."""
 WEIGHT = ".weight"
-_ITEM_BYTES = {"weight": 1}
-"""Of the numbers in a quantised module's tensors, by the last part of their names: scales count as float32."""
 
 
 def load_packed_checkpoint(name: str, engine: EngineConfig) -> PackedModel | None:
@@ -107,7 +109,7 @@ class ChosenPacking:
 
 
 class StoredPacking:
-    """Integers of a quantised checkpoint stay what they are; its other matrices are not packed."""
+    """Integers, and floats of 8 and 4 bits, stay what they are; the checkpoint's other matrices are not packed."""
 
     def __init__(self, settings: Settings) -> None:
         """`settings`: `quantization_config`."""
@@ -126,15 +128,23 @@ class StoredPacking:
         if module not in quantized_modules(_of_module(checkpoint, module)):
             return checkpoint.tensor(name, dtype)
         with reading_module(checkpoint, module) as part:
-            found = integers(part, self._settings)
-        return dequantized_module(checkpoint, module, self._settings).to(dtype) if found is None else found.packed()
+            found = (integers if has_integers(self._settings) else floats)(part, self._settings)
+        return dequantized_module(checkpoint, module, self._settings).to(dtype) if found is None else found
 
     def bytes(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         module = name.removesuffix(WEIGHT)
         stored = [part for part in _of_module(checkpoint, module) if part != f"{module}.bias"]
         if stored == [name]:
             return math.prod(shape) * dtype.itemsize
-        return sum(math.prod(checkpoint.shape(part)) * _ITEM_BYTES.get(part.rpartition(".")[2], 4) for part in stored)
+        if has_integers(self._settings):  # scales count as float32
+            return sum(math.prod(checkpoint.shape(part)) * (1 if part == name else 4) for part in stored)
+        rows, width = shape
+        if name not in stored:
+            return rows * packed_bytes(width, "mxfp4")
+        groups = [
+            float8_group(checkpoint.shape(part), width, self._settings) for part in stored if part.endswith(SCALES)
+        ]
+        return math.prod(shape) * dtype.itemsize if None in groups else rows * (width + 4 * -(-width // UNIT))
 
 
 def _of_module(checkpoint: Checkpoint, module: str) -> list[str]:
@@ -153,9 +163,8 @@ def packing_of(path: Path, engine: EngineConfig) -> Packing | None:
         return None
     refusal = _refusal(path, config, engine)
     if settings is not None:
-        packed = refusal is None and has_integers(settings)
         _stays(path, engine)
-        return StoredPacking(settings) if packed else None
+        return StoredPacking(settings) if refusal is None and is_dequantized_at_load(settings) else None
     if refusal is not None:
         raise ValueError(f"{refusal}: take quantization {engine.quantization} out")
     return None if engine.quantization is None else ChosenPacking(engine.quantization)

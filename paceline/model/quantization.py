@@ -1,8 +1,9 @@
 """Quantised checkpoints, dequantised when they are read: FP8, INT8, AWQ, GPTQ, compressed-tensors.
 
-Integers or 8-bit floats with scales become weights in the model's dtype. Activations are not quantised. Formats:
-DeepSeek's and Qwen's FP8 blocks (`weight_scale_inv`), ModelOpt's FP8 (`weight_scale`), compressed-tensors' float-,
-int-, naive- and pack-quantized, AutoAWQ's gemm, AutoGPTQ's and GPTQModel's gptq and gptq_v2.
+Integers, or floats of 8 or 4 bits, with scales become weights in the model's dtype. Activations are not quantised.
+Formats: DeepSeek's and Qwen's FP8 blocks (`weight_scale_inv`), ModelOpt's FP8 (`weight_scale`), compressed-tensors'
+float-, int-, naive-, mxfp8-, pack- and mxfp4-pack-quantized, AutoAWQ's gemm, AutoGPTQ's and GPTQModel's gptq and
+gptq_v2.
 
 Shapes: a weight is [out, in]; scales are one number, [out], [out, 1], [out, groups] or [row blocks, column blocks].
 """
@@ -30,6 +31,7 @@ QUANTIZED_SUFFIXES = frozenset(
         *SCALES,
         "g_idx",
         "input_scale",
+        "input_global_scale",
         "output_scale",
         "input_zero_point",
         "qweight",
@@ -43,10 +45,15 @@ QUANTIZED_SUFFIXES = frozenset(
     }
 )
 """Last parts of the names of a quantised weight's tensors."""
-COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+COMPRESSED = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized"),
+)
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """The index within a 32-bit word of each of eight neighbouring columns."""
 INT32_BITS = 32
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of e2m1 by its lower three bits (OCP Microscaling Formats 1.0); the fourth is the sign."""
 
 
 def is_dequantized_at_load(settings: Settings) -> bool:
@@ -129,14 +136,28 @@ def _scaled(part: ReadTensor, settings: Settings) -> Tensor:
     """FP8 or INT8 with one scale, or scales per row, group or block. A module without a scale is not quantised: it
     has a scale for activations only."""
     weight = needed(part, "weight").float()
-    scale = next((found for name in SCALES if (found := part(name)) is not None), None)
+    scale = scale_of(part)
     if scale is None:
         return weight
-    block = settings.get("weight_block_size")
+    block = block_of(settings)
     zero = part("weight_zero_point")
     if zero is not None:
         weight = weight - spread_scales(zero.float(), weight.shape, block)
-    return weight * spread_scales(scale.float(), weight.shape, block)
+    return weight * spread_scales(scale, weight.shape, block)
+
+
+def scale_of(part: ReadTensor) -> Tensor | None:
+    """A weight's scales, float32; None if it has none. Bytes are e8m0 (OCP Microscaling Formats 1.0)."""
+    scale = next((found for name in SCALES if (found := part(name)) is not None), None)
+    if scale is None:
+        return None
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+
+
+def block_of(settings: Settings) -> Sequence[int] | None:
+    """Rows and columns of a weight that share a scale; None: see `spread_scales`."""
+    block: Sequence[int] | None = settings.get("weight_block_size") or group_of(settings).get("block_structure")
+    return block
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None) -> Tensor:
@@ -155,6 +176,8 @@ def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
     packed = part("weight_packed")
     if packed is None:
         return _scaled(part, settings)
+    if packed.dtype == torch.uint8:
+        return _mxfp4(part, packed)
     bits = group_of(settings)["num_bits"]
     rows, columns = (int(size) for size in needed(part, "weight_shape").tolist())
     weight = _signed(packed, bits, 1)[:rows, :columns]
@@ -165,6 +188,16 @@ def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
     if zero is not None:
         weight = weight - each(_signed(zero, bits, 0)[:rows] if zero.dtype == torch.int32 else zero.float())
     return weight * each(scale)
+
+
+def _mxfp4(part: ReadTensor, packed: Tensor) -> Tensor:
+    """`packed`: [out, in / 2], of two neighbours the first in the lower half."""
+    values = torch.tensor([*FP4, *(-value for value in FP4)])
+    numbers = values[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()]
+    scale = scale_of(part)
+    if scale is None:
+        raise MissingTensorError("weight_scale")
+    return numbers * spread_scales(scale, numbers.shape, None)
 
 
 def _signed(packed: Tensor, bits: int, axis: int) -> Tensor:

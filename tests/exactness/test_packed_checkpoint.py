@@ -21,15 +21,17 @@ from paceline.llm import LLM
 from paceline.memory_plan import _outlined
 from paceline.model import load
 from paceline.model.block_quantization import TYPES, quantized
-from paceline.model.integer_formats import integers
+from paceline.model.checkpoint import Checkpoint
+from paceline.model.integer_formats import has_integers, integers
 from paceline.model.layer_weights import LayerWeights, QuantizedWeight
 from paceline.model.native import native_network
 from paceline.model.native.native_product import dequantize
+from paceline.model.packed_floats import floats
 from paceline.model.packed_model import MATRICES, PackedModel
-from paceline.model.quantization import METHODS
+from paceline.model.quantization import METHODS, dequantized_module
 from tests.helpers.checkpoints import change_config, change_weights, save_tokenizer
 from tests.helpers.gguf_files import BASE, tiny_config
-from tests.helpers.quantized_checkpoints import FORMATS, INTEGERS, quantise
+from tests.helpers.quantized_checkpoints import FLOATS, FORMATS, INTEGERS, PACKED, fp8_groups, quantise
 from tests.helpers.row_runs import assert_same, chunks, lockstep, one_by_one, random_trees
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
@@ -202,18 +204,43 @@ def test_the_plan_counts_packed_bytes(folders: Any) -> None:
 
 WIDE_INT8_ROWS = 0.1
 """As `INT8_ROWS`, for codes of all sizes alike; seen: up to 0.065. Other numbers show as 0.5 and more."""
+FLOAT_ROWS = 1e-5
+"""As `INT8_ROWS`, for weights in e4m3, whose rows are not rounded to int8."""
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 32}
 
 
-@pytest.mark.parametrize("form", INTEGERS)
-@pytest.mark.parametrize(("out", "width"), [(48, 256), (64, 384)])
+@pytest.mark.parametrize("form", PACKED)
+@pytest.mark.parametrize(("out", "width"), [(48, 256), (64, 384), (144, 416)])
 def test_a_format_s_numbers_are_kept_exactly(form: str, out: int, width: int) -> None:
+    if (form in INTEGERS or form == "float-quantized group") and width % 128:
+        pytest.skip("groups are of one size")
     torch.manual_seed(5)
-    make, settings = INTEGERS[form]
+    make, settings = PACKED[form]
     meant, parts = make(out, width)
-    matrix = integers(parts.get, settings)
-    assert matrix is not None
-    assert torch.equal(dequantize(matrix.packed()), meant)
+    packed = (integers if has_integers(settings) else floats)(parts.get, settings)
+    assert packed is not None
+    assert torch.equal(dequantize(packed), meant)
+    assert torch.equal(METHODS[settings["quant_method"]][1](parts.get, settings), meant)
+
+
+def with_nan(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float().index_fill(1, torch.tensor([3]), torch.nan).to(weight.dtype)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda parts: parts | {"weight": parts["weight"].float().to(torch.float8_e5m2)},
+        lambda parts: parts | {"weight": with_nan(parts["weight"])},
+        lambda parts: parts | {"weight_scale": parts["weight_scale"].repeat_interleave(2, 1)},
+        lambda parts: {"weight": parts["weight"]},
+    ],
+    ids=["e5m2", "nan", "groups of 64", "no scale"],
+)
+def test_floats_of_other_kinds_are_not_packed(changed: Any) -> None:
+    parts = fp8_groups(64, 256, sides=(1, 128))[1]
+    assert floats(parts.get, {}) is not None
+    assert floats(changed(parts).get, {}) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -224,7 +251,7 @@ def test_scales_in_16_bits_are_kept_exactly(dtype: torch.dtype) -> None:
     parts["scales"] = (parts["scales"] * 2.0**-14).to(dtype)
     matrix = integers(parts.get, settings)
     assert matrix is not None
-    assert torch.equal(dequantize(matrix.packed()), METHODS["awq"][1](parts.get, settings))
+    assert torch.equal(dequantize(matrix), METHODS["awq"][1](parts.get, settings))
 
 
 def test_groups_in_the_order_of_activations_are_not_packed() -> None:
@@ -242,7 +269,7 @@ def quantised_folder(folder: Path, form: str, kind: str = "qwen2") -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("form", INTEGERS)
+@pytest.mark.parametrize("form", PACKED)
 def test_a_quantised_folder_stays_packed_and_computes_what_it_says(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +285,7 @@ def test_a_quantised_folder_stays_packed_and_computes_what_it_says(
     model = load(str(tmp_path), EngineConfig(slots=2048, dtype="float32"))
     assert isinstance(model, PackedModel)
     assert seen == [QuantizedWeight] * (2 * len(MATRICES))
-    assert difference(model, network) < WIDE_INT8_ROWS
+    assert difference(model, network) < (FLOAT_ROWS if form in FLOATS and "mxfp4" not in form else WIDE_INT8_ROWS)
 
 
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
@@ -267,8 +294,26 @@ def test_a_matrix_that_cannot_be_packed_is_multiplied_out(form: str, tmp_path: P
     assert difference(load(str(tmp_path), EngineConfig(slots=2048, dtype="float32")), network) < 1e-3
 
 
+@pytest.mark.parametrize("form", ["gptq 128", "fp8-blocks 128"])
+def test_a_matrix_that_is_multiplied_out_stands_beside_packed_ones(form: str, tmp_path: Path) -> None:
+    """Queries and values stay packed, keys do not; the three are one product."""
+    network = quantised_folder(tmp_path, form)
+    module, settings = "model.layers.0.self_attn.k_proj", PACKED[form][1]
+
+    def changed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        order = torch.randperm(WIDE["hidden_size"], generator=torch.Generator().manual_seed(1))
+        if form == "gptq 128":
+            return weights | {f"{module}.g_idx": weights[f"{module}.g_idx"][order]}
+        return weights | {f"{module}.weight": weights[f"{module}.weight"].float().to(torch.float8_e5m2)}
+
+    change_weights(tmp_path, changed)
+    network.get_submodule(module).weight.data = dequantized_module(Checkpoint(tmp_path), module, settings)
+    bound = FLOAT_ROWS if form in FLOATS else WIDE_INT8_ROWS
+    assert difference(load(str(tmp_path), EngineConfig(slots=2048, dtype="float32")), network) < bound
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", ["awq 128", "pack-quantized", "int8 by row"])
+@pytest.mark.parametrize("form", ["awq 128", "pack-quantized", "int8 by row", "fp8-blocks 128", "mxfp4-pack-quantized"])
 def test_rows_of_a_quantised_folder_equal_one_row_at_a_time(form: str, dtype: str, tmp_path: Path) -> None:
     quantised_folder(tmp_path, form, "llama")
     engine = EngineConfig(slots=2048, dtype=dtype)
@@ -277,14 +322,24 @@ def test_rows_of_a_quantised_folder_equal_one_row_at_a_time(form: str, dtype: st
     assert_same(chunks(load(str(tmp_path), engine), SEQUENCE, 17), alone)
 
 
-def test_the_plan_knows_a_quantised_folder_s_bytes(tmp_path: Path) -> None:
-    quantised_folder(tmp_path, "awq 128", "qwen2")
+@pytest.mark.parametrize(
+    ("form", "of_a_number"),
+    [
+        ("awq 128", 0.5 + 4.5 / 128),
+        ("fp8-whole", 1 + 4 / 128),
+        ("fp8-blocks 128", 1 + 4 / 128),
+        ("mxfp4-pack-quantized", 17 / 32),
+        ("mxfp8-quantized", 4.0),
+    ],
+)
+def test_the_plan_knows_a_quantised_folder_s_bytes(form: str, of_a_number: float, tmp_path: Path) -> None:
+    quantised_folder(tmp_path, form, "qwen2")
     found = _outlined(str(tmp_path), EngineConfig(dtype="float32"))
     assert found is not None
     network = network_of_config(tmp_path)
     layers = sum(each.numel() for name, each in network.named_parameters() if name.endswith("_proj.weight"))
     outer = 4 * 2 * BASE["vocab_size"] * WIDE["hidden_size"]
-    assert 0 < found[1].weights - outer - layers * (0.5 + 4.5 / 128) < 0.1 * layers
+    assert 0 < found[1].weights - outer - layers * of_a_number < 0.1 * layers
 
 
 def test_the_doctor_knows_the_bytes_of_a_packed_draft(folders: Any) -> None:

@@ -1,4 +1,4 @@
-"""Products with quantised weights: the file's numbers, int8 rows, and bits that depend on the row alone."""
+"""Products with quantised weights: the file's numbers, int8 or float rows, and bits that depend on the row alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from paceline.model.native.native_product import NativeProduct, dequantize
 from paceline.model.packed_integers import IntegerMatrix
 from paceline.model.rows import SlotTable
 from tests.helpers.quantized_weights import (
+    E4M3_WIDTHS,
     INTEGER_TYPES,
     PACKED_TYPES,
     meant_integers,
     numbers_of,
+    random_float8,
     random_integers,
     random_weight,
 )
@@ -37,19 +39,23 @@ COLUMNS = 80
 """Five panels, which two threads cannot share equally."""
 ROWS = (*range(1, 20), 31, 32, 33, 48, 64)
 BLOCK = 32
-ALL_TYPES = pytest.mark.parametrize("name", [*PACKED_TYPES, *INTEGER_TYPES])
+ALL_TYPES = pytest.mark.parametrize("name", [*PACKED_TYPES, *INTEGER_TYPES, *E4M3_WIDTHS])
 
 
 def width_of(name: str) -> int:
     """With an odd number of blocks, where the format allows it: a unit of two blocks is then not full."""
     if name in INTEGER_TYPES:
         return INTEGER_TYPES[name].width
+    if name in E4M3_WIDTHS:
+        return E4M3_WIDTHS[name]
     return 768 if PACKED_TYPES[name].size > BLOCK else 17 * BLOCK
 
 
 def weight_of(name: str) -> QuantizedWeight:
     if name in INTEGER_TYPES:
         return integers_of(name).packed()
+    if name in E4M3_WIDTHS:
+        return random_float8(name, COLUMNS)[0]
     return random_weight(PACKED_TYPES[name], COLUMNS, width_of(name))
 
 
@@ -58,6 +64,8 @@ def integers_of(name: str) -> IntegerMatrix:
 
 
 def meant_by(name: str) -> npt.NDArray[np.float32]:
+    if name in E4M3_WIDTHS:
+        return random_float8(name, COLUMNS)[1]
     return meant_integers(integers_of(name)) if name in INTEGER_TYPES else numbers_of(weight_of(name))
 
 
@@ -88,7 +96,7 @@ def test_integers_have_the_layout_that_their_groups_allow(name: str) -> None:
     assert weight_of(name).type == INTEGER_TYPES[name].type
 
 
-@ALL_TYPES
+@pytest.mark.parametrize("name", [*PACKED_TYPES, *INTEGER_TYPES])
 def test_a_product_is_that_of_int8_rows_with_the_numbers_of_the_file(name: str) -> None:
     """Up to float32 rounding: 17 or 24 blocks add at most as many units of 2^-24 of the sum of magnitudes."""
     weight = weight_of(name)
@@ -99,6 +107,16 @@ def test_a_product_is_that_of_int8_rows_with_the_numbers_of_the_file(name: str) 
     magnitudes = np.abs(taken) @ np.abs(numbers.T)
     result = NativeProduct(weight)(torch.from_numpy(rows)).numpy()
     assert np.all(np.abs(result - taken @ numbers.T) <= 2**-24 * 24 * magnitudes)
+
+
+@pytest.mark.parametrize("name", E4M3_WIDTHS)
+@pytest.mark.parametrize("count", [1, 2, 3, 32])
+def test_a_product_with_e4m3_is_that_of_float_rows(name: str, count: int) -> None:
+    """Up to float32 rounding: a unit has 64 steps, and there are 5 of them."""
+    rows, numbers = rows_of(count, width_of(name)), meant_by(name).astype(np.float64)
+    magnitudes = np.abs(rows.numpy()) @ np.abs(numbers.T)
+    result = NativeProduct(weight_of(name))(rows).numpy()
+    assert np.all(np.abs(result - rows.numpy() @ numbers.T) <= 2**-24 * 70 * magnitudes)
 
 
 @ALL_TYPES

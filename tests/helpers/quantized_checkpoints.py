@@ -33,13 +33,6 @@ def fp8(out: int, width: int) -> Tensor:
     return (torch.randn(out, width) * 8).to(torch.float8_e4m3fn)
 
 
-def fp8_blocks(out: int, width: int) -> Stored:
-    """DeepSeek's, with sides of 48, so that the last blocks are partial."""
-    stored, each = fp8(out, width), scales(-(-out // 48), -(-width // 48))
-    of_weights = each.repeat_interleave(48, 0)[:out].repeat_interleave(48, 1)[:, :width]
-    return stored.float() * of_weights, {"weight": stored, "weight_scale_inv": each}
-
-
 def fp8_whole(out: int, width: int) -> Stored:
     stored, scale = fp8(out, width), scales(1)[0]
     return stored.float() * scale, {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
@@ -48,6 +41,35 @@ def fp8_whole(out: int, width: int) -> Stored:
 def fp8_rows(out: int, width: int) -> Stored:
     stored, scale = fp8(out, width), scales(out, 1)
     return stored.float() * scale, {"weight": stored, "weight_scale": scale}
+
+
+def fp8_groups(out: int, width: int, *, sides: tuple[int, int] = (128, 128), name: str = "weight_scale") -> Stored:
+    """With one scale for `sides` rows and columns; the last blocks may be partial."""
+    stored, each = fp8(out, width), scales(-(-out // sides[0]), -(-width // sides[1]))
+    of_weights = each.repeat_interleave(sides[0], 0)[:out].repeat_interleave(sides[1], 1)[:, :width]
+    return stored.float() * of_weights, {"weight": stored, name: each}
+
+
+def exponents(out: int, groups: int) -> Tensor:
+    """E8M0: powers of 2, plus 127, that make weights of the usual size."""
+    return torch.randint(116, 122, (out, groups), dtype=torch.uint8)
+
+
+def mxfp4(out: int, width: int) -> Stored:
+    """Of two neighbours the first is in the lower half of a byte."""
+    codes, exponent = numbers(out, width, 0, 16), exponents(out, width // 32)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * torch.where(codes < 8, 1, -1)
+    bytes_ = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    weight = values * 2.0 ** (exponent.float() - 127).repeat_interleave(32, 1)
+    return weight, {"weight_packed": bytes_, "weight_scale": exponent}
+
+
+def mxfp8(out: int, width: int) -> Stored:
+    stored, exponent = fp8(out, width), exponents(out, width // 32) - 2
+    return stored.float() * 2.0 ** (exponent.float() - 127).repeat_interleave(32, 1), {
+        "weight": stored,
+        "weight_scale": exponent,
+    }
 
 
 def int8_rows(out: int, width: int) -> Stored:
@@ -102,18 +124,27 @@ def int8_symmetric(out: int, width: int) -> Stored:
     return stored.float() * scale, {"weight": stored, "weight_scale": scale}
 
 
-def compressed(form: str, bits: int, kind: str = "int") -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": kind, "symmetric": True}
+def compressed(form: str, bits: int, kind: str = "int", **more: object) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, **more}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
 FORMATS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
-    "fp8-blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [48, 48]}),
+    "fp8-blocks": (
+        partial(fp8_groups, sides=(48, 48), name="weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [48, 48]},
+    ),
     "fp8-whole": (fp8_whole, {"quant_method": "fp8"}),
     "modelopt": (fp8_whole, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "modelopt, older": (fp8_whole, {}),
     "float-quantized": (fp8_rows, compressed("float-quantized", 8, "float")),
+    "float-quantized 48": (
+        partial(fp8_groups, sides=(48, 48)),
+        compressed("float-quantized", 8, "float", strategy="block", block_structure=[48, 48]),
+    ),
+    "mxfp4-pack-quantized": (mxfp4, compressed("mxfp4-pack-quantized", 4, "float", group_size=32)),
+    "mxfp8-quantized": (mxfp8, compressed("mxfp8-quantized", 8, "float", group_size=32)),
     "int-quantized": (int8_rows, compressed("int-quantized", 8)),
     "pack-quantized": (int4_packed, compressed("pack-quantized", 4)),
     "pack-quantized-zeros": (partial(int4_packed, asymmetric=True), compressed("pack-quantized", 4)),
@@ -145,12 +176,27 @@ INTEGERS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
     ),
 }
 """Those whose integers stay packed."""
+DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FLOATS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
+    **{name: FORMATS[name] for name in ("fp8-whole", "modelopt", "float-quantized", "mxfp4-pack-quantized")},
+    "fp8-blocks 128": (partial(fp8_groups, name="weight_scale_inv"), DEEPSEEK),
+    "float-quantized 128": (
+        fp8_groups,
+        compressed("float-quantized", 8, "float", strategy="block", block_structure=[128, 128]),
+    ),
+    "float-quantized group": (
+        partial(fp8_groups, sides=(1, 128)),
+        compressed("float-quantized", 8, "float", strategy="group", group_size=128),
+    ),
+}
+"""Those whose floats of 8 and 4 bits stay packed."""
+PACKED = INTEGERS | FLOATS
 
 
 def quantise(folder: Path, form: str) -> dict[str, Tensor]:
     """Quantise every projection of a checkpoint. Returns the weights that it stands for, by name."""
     torch.manual_seed(8)
-    make, settings = (FORMATS | INTEGERS)[form]
+    make, settings = (FORMATS | PACKED)[form]
     stored, meant = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if not name.endswith("_proj.weight"):

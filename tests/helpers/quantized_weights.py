@@ -1,4 +1,4 @@
-"""Random matrices in GGUF's blocks, and of integers by group."""
+"""Random matrices in GGUF's blocks, and of integers and numbers of e4m3 by group."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from paceline.gguf.gguf_file import BLOCK_TYPES, BlockType
 from paceline.model.layer_weights import QuantizedWeight
+from paceline.model.packed_floats import floats
 from paceline.model.packed_integers import INT4, INT4_SMALL, INT4_ZEROS, INT8, INT8_SMALL, IntegerMatrix
 
 PACKED_TYPES = {block.name: block for block in BLOCK_TYPES.values() if block.is_packed}
@@ -84,3 +85,19 @@ def meant_integers(matrix: IntegerMatrix) -> npt.NDArray[np.float32]:
     groups = torch.arange(matrix.codes.shape[1]) // matrix.group
     numbers = (matrix.codes.float() - matrix.zeros.float()[:, groups]) * matrix.scales[:, groups]
     return np.asarray(numbers.numpy(), dtype=np.float32)
+
+
+E4M3_WIDTHS = {"E4M3": 640, "E4M3_ROW": 544}
+"""The second has one scale for a row, whose last unit is not full."""
+
+
+def random_float8(name: str, rows: int) -> tuple[QuantizedWeight, npt.NDArray[np.float32]]:
+    """Every number but NaN, with scales of both signs; and the matrix that is meant, in float32."""
+    width, random = E4M3_WIDTHS[name], torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 254, (rows, width), generator=random)
+    weight = (codes + (codes > 126)).to(torch.uint8).view(torch.float8_e4m3fn)  # 127 and 255 are NaN
+    scale = 0.01 * torch.randn(rows, width // 128 if name == "E4M3" else 1, generator=random)
+    found = floats({"weight": weight, "weight_scale": scale}.get, {})
+    assert found is not None
+    meant = weight.float() * scale.repeat_interleave(width // scale.shape[1], 1)
+    return found, np.asarray(meant.numpy(), dtype=np.float32)

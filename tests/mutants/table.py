@@ -41,6 +41,7 @@ TRITON = ("unit/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
+PACKED_HEADS = ("exactness/test_packed_heads.py",)
 DEQUANTISED = ("unit/test_gguf_names.py", "unit/test_gguf_config.py")
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
@@ -701,6 +702,55 @@ MUTANTS = (
         'return matrix if _are_neighbours(part("g_idx"), matrix.group) else None',
         "return matrix",
         PACKED_FOLDERS,
+    ),
+    Mutant(
+        "blocks of FP8 have the scale of the first block of their row",
+        "paceline/model/packed_floats.py",
+        "of_rows[:, torch.arange(0, width, BLOCK) // group]",
+        "of_rows[:, torch.arange(0, width, BLOCK) // width]",
+        PACKED_FOLDERS,
+    ),
+    Mutant(
+        "of two neighbours of MXFP4 the first is in the upper half of a byte",
+        "paceline/model/packed_floats.py",
+        "[packed & 15, packed >> 4]",
+        "[packed >> 4, packed & 15]",
+        PACKED_FOLDERS,
+    ),
+    Mutant(
+        "a NaN of FP8 becomes the number 480",
+        "paceline/model/packed_floats.py",
+        "if group is None or bool((codes & NAN == NAN).any()):",
+        "if group is None:",
+        PACKED_FOLDERS,
+    ),
+    Mutant(
+        "native: many rows with a unit of e4m3 lose its last input",
+        "paceline/model/native/float8.hpp",
+        "add_float8_rows(decoded, scales, n, x",
+        "add_float8_rows(decoded, scales, n - 2, x",
+        QUANTISED,
+    ),
+    Mutant(
+        "native: rows are not rounded for the dense columns of a matrix that has packed ones, too",
+        "paceline/model/native/network.hpp",
+        "if (sizeof...(matrices) == 0 || (matrices.takes_dense() || ...))",
+        "if (!(matrices.takes_quantised() && ...))",
+        PACKED_FOLDERS,
+    ),
+    Mutant(
+        "native: packed heads see the embedding, and of the state nothing",
+        "paceline/model/native/network.hpp",
+        "mine.quantised.quantise(row, mine.both.data(), 0, 2 * hidden_);",
+        "mine.quantised.quantise(row, mine.both.data(), 0, hidden_);",
+        PACKED_HEADS,
+    ),
+    Mutant(
+        "a head's matrices stay as they are stored, whatever quantization says",
+        "paceline/drafting/heads/llama_head.py",
+        "        if quantization is None:",
+        "        if True:",
+        PACKED_HEADS,
     ),
     Mutant(
         "packed layers that slide see all positions",

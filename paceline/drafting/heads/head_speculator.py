@@ -100,7 +100,8 @@ def build_head_speculator(inputs: MethodInputs, network: HeadNetwork) -> Specula
     config, target = inputs.config, inputs.target
     facts = (config.method, target.dtype, target.hidden_size, target.vocabulary_size)
     weights = weight_bytes(inputs.checkpoint.folder)
-    cost = kept_row_cost(_HeadProbe(network, target), MAX_ROWS, inputs.engine.threads, (*facts, weights), target.device)
+    probe, engine = _HeadProbe(network, target), inputs.engine
+    cost = kept_row_cost(probe, MAX_ROWS, engine.threads, (*facts, weights, engine.quantization), target.device)
     return HeadSpeculator(
         config.method,
         network,

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.config.engine_config import Quantization
 from paceline.drafting.heads.head_network import HeadNetwork, HeadOutput
 from paceline.drafting.heads.head_weights import HeadWeights, OutputProjection
-from paceline.model.attention import Heads
-from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, StateFusion
-from paceline.model.network_factory import make_network
+from paceline.model.attention import Heads, KVCache
+from paceline.model.block_quantization import BROADEST, quantized
+from paceline.model.layer_weights import DecoderLayerWeights, LayerWeights, RotaryTables, StateFusion, Weight
+from paceline.model.native.build import NativeUnavailableError
+from paceline.model.native.native_network import NativeNetwork, head_width
+from paceline.model.network_factory import Network, make_network
+from paceline.model.packed_model import HEAD_UNIT, MATRICES
 from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
 
@@ -35,11 +41,14 @@ class LlamaHead(HeadNetwork):
         ids: Tensor | None = None,
         rotary: nn.Module | None = None,
         feeds_back_normed: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         """`rotary`: a module of transformers; None: Llama's. `feeds_back_normed`: the feature of a draft token is the
-        output of `norm`, not of the last layer.
+        output of `norm`, not of the last layer. `quantization`: of the matrices that are the head's own, see
+        `EngineConfig`.
 
-        The rotary tables have the target's positions, not those that `config` names.
+        The rotary tables have the target's positions, not those that `config` names. Raises ValueError if
+        `quantization` cannot be had.
         """
         super().__init__(target, model, slots, hidden_state_layers, ids)
         heads = Heads.of(config)
@@ -48,19 +57,21 @@ class LlamaHead(HeadNetwork):
 
             rotary = LlamaRotaryEmbedding(config)
         own_output = output if isinstance(output, Tensor) else None
-        self._network, _ = make_network(
-            layers,
-            heads,
-            slots,
-            RotaryTables.of(rotary.to(target.device), target.max_model_len),
-            hidden=int(config.hidden_size),
-            eps=float(config.rms_norm_eps),
-            scale=heads.head_size**-0.5,
-            embedding=embedding,
-            norm=norm,
-            head=own_output,
-            fusion=fusion,
-        )
+        tables = RotaryTables.of(rotary.to(target.device), target.max_model_len)
+        options = {
+            "hidden": int(config.hidden_size),
+            "eps": float(config.rms_norm_eps),
+            "scale": heads.head_size**-0.5,
+            "embedding": embedding,
+            "norm": norm,
+            "head": own_output,
+            "fusion": fusion,
+        }
+        self._network: Network
+        if quantization is None:
+            self._network, _ = make_network(layers, heads, slots, tables, **options)
+        else:
+            self._network = _packed_network(layers, heads, slots, tables, quantization, **options)
         self._target_output = None if isinstance(output, Tensor) else output
         fed_back, normed = len(layers) + feeds_back_normed, len(layers) + 1
         self._taps = (fed_back,) if self._target_output is None else (fed_back, normed)
@@ -73,6 +84,48 @@ class LlamaHead(HeadNetwork):
         if self._target_output is not None:
             logits = self._target_output(outputs[:, 1])
         return HeadOutput(logits, outputs[:, 0])
+
+
+def _packed_network(
+    layers: Sequence[DecoderLayerWeights],
+    heads: Heads,
+    slots: int,
+    rotary: RotaryTables,
+    quantization: Quantization,
+    *,
+    embedding: Tensor,
+    head: Tensor | None,
+    fusion: StateFusion,
+    **options: Any,
+) -> NativeNetwork:
+    """A network whose matrices are packed. Raises ValueError where there is no native code for it."""
+    if embedding.device.type != "cpu":
+        raise ValueError(f"packed weights are for one process on a CPU: take quantization {quantization} out")
+
+    def packed(matrix: Weight | None, name: str) -> Weight | None:
+        return quantized(matrix, quantization, name) if isinstance(matrix, Tensor) else matrix
+
+    def packed_layer(n: int, layer: DecoderLayerWeights) -> LayerWeights[Any]:
+        matrices: dict[str, Any] = {
+            part: packed(getattr(layer, part), f"layers.{n}.{name}.weight")
+            for part, name in MATRICES.items()
+            if part != "output" or heads.head_size % HEAD_UNIT == 0  # else it is padded like the heads
+        }
+        return replace(layer, **matrices)
+
+    try:
+        return NativeNetwork(
+            [packed_layer(n, layer) for n, layer in enumerate(layers)],
+            heads,
+            KVCache(len(layers), slots, heads, embedding.dtype, embedding.device, head_width(heads)),
+            rotary,
+            embedding=embedding,
+            head=None if head is None else quantized(head, BROADEST, "lm_head.weight"),
+            fusion=replace(fusion, projection=packed(fusion.projection, "fc.weight")),
+            **options,
+        )
+    except NativeUnavailableError as error:
+        raise ValueError(f"quantization takes native code: {error}") from error
 
 
 def llama_layers(

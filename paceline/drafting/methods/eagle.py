@@ -11,6 +11,7 @@ trained with more norms (HASS; the speculators library with `layernorms`) have t
 
 from __future__ import annotations
 
+from paceline.config.engine_config import Quantization
 from paceline.drafting.heads.head_config import head_config, require_hidden_size
 from paceline.drafting.heads.head_speculator import build_head_speculator
 from paceline.drafting.heads.head_weights import HeadWeights, normalised_name
@@ -36,9 +37,16 @@ class EagleNetwork(LlamaHead):
     """Features are outputs of the last layer, [n, h]."""
 
     def __init__(
-        self, checkpoint: Checkpoint, target: TargetWeights, slots: int, rope_theta: float | None = None
+        self,
+        checkpoint: Checkpoint,
+        target: TargetWeights,
+        slots: int,
+        rope_theta: float | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
-        """Raises `CheckpointError` if the checkpoint is not an EAGLE-1 or -2 head for this target."""
+        """`quantization`: see `LlamaHead`.
+
+        Raises `CheckpointError` if the checkpoint is not an EAGLE-1 or -2 head for this target."""
         config = head_config(checkpoint, rope_theta)
         weights = HeadWeights(checkpoint, target, RENAMES)
         h = int(config.hidden_size)
@@ -58,6 +66,7 @@ class EagleNetwork(LlamaHead):
             embedding=weights.embedding(h),
             norm=weights.take_optional("lm_head_layernorm.weight", h),
             output=target.output,
+            quantization=quantization,
         )
         weights.refuse_unused("EAGLE heads", but=("lm_head.weight", "token_map"))
 
@@ -70,5 +79,8 @@ def matches(checkpoint: Checkpoint) -> bool:
 
 
 def build(inputs: MethodInputs) -> Speculator:
-    network = EagleNetwork(inputs.checkpoint, inputs.target, inputs.engine.slot_count, inputs.config.rope_theta)
+    engine = inputs.engine
+    network = EagleNetwork(
+        inputs.checkpoint, inputs.target, engine.slot_count, inputs.config.rope_theta, engine.quantization
+    )
     return build_head_speculator(inputs, network)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.config.engine_config import Quantization
 from paceline.drafting.heads.head_config import head_config, require_hidden_size, require_layers
 from paceline.drafting.heads.head_network import HeadOutput
 from paceline.drafting.heads.head_speculator import build_head_speculator
@@ -47,9 +48,10 @@ class Eagle3Network(LlamaHead):
         rope_theta: float | None = None,
         layers: Sequence[int] | None = None,
         norm_output: bool | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """`layers` (of the target, as `hidden_state_layers`) and `norm_output`: the user's choice; it overrides
-        config.json.
+        config.json. `quantization`: see `LlamaHead`.
 
         Raises `CheckpointError` if the checkpoint is not an EAGLE-3 head for this target.
         """
@@ -79,6 +81,7 @@ class Eagle3Network(LlamaHead):
             hidden_state_layers=layers,
             ids=ids,
             feeds_back_normed=bool(keys.get("norm_output")) if norm_output is None else norm_output,
+            quantization=quantization,
         )
         self._scale = float(keys.get("logit_scale", 1.0))
         self._encoder = _StateEncoder(weights, len(layers), target.hidden_size, h, eps)
@@ -153,10 +156,16 @@ def build(inputs: MethodInputs) -> Speculator:
 
 
 def load_eagle3(inputs: MethodInputs) -> Eagle3Network:
-    config = inputs.config
+    config, engine = inputs.config, inputs.engine
     layers, norm_output = config.eagle_aux_hidden_state_layer_ids, config.norm_output
     return Eagle3Network(
-        inputs.checkpoint, inputs.target, inputs.engine.slot_count, config.rope_theta, layers, norm_output
+        inputs.checkpoint,
+        inputs.target,
+        engine.slot_count,
+        config.rope_theta,
+        layers,
+        norm_output,
+        engine.quantization,
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.config.engine_config import Quantization
 from paceline.drafting.heads.head_config import is_speculators_format
 from paceline.drafting.heads.head_network import HeadNetwork, HeadOutput
 from paceline.drafting.heads.head_speculator import build_head_speculator
@@ -35,18 +36,20 @@ from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import is_llama_kind, layer_of
 from paceline.model.layer_weights import StateFusion
 from paceline.model.layers import pad_rows
-from paceline.model.network_factory import make_attention
+from paceline.model.network_factory import log_once, make_attention
 from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
 
 log = logging.getLogger(__name__)
 
 
-def load_mtp(checkpoint: Checkpoint, target: TargetWeights, slots: int) -> HeadNetwork:
+def load_mtp(
+    checkpoint: Checkpoint, target: TargetWeights, slots: int, quantization: Quantization | None = None
+) -> HeadNetwork:
     """The layer in `checkpoint`: the target's own, or one of the `speculators` library.
 
-    Raises `CheckpointError` if there is no such layer or it does not fit the target; ValueError if the target's family
-    has no known layout.
+    `quantization`: see `LlamaHead`. Raises `CheckpointError` if there is no such layer or it does not fit the target;
+    ValueError if the target's family has no known layout, or if `quantization` cannot be had.
     """
     family = family_of(target.config)
     layout = SPECULATORS_LIBRARY if is_speculators_format(checkpoint) else family.layout
@@ -67,6 +70,8 @@ def load_mtp(checkpoint: Checkpoint, target: TargetWeights, slots: int) -> HeadN
     rotary = family.find(family.rotary)(config)
     name = checkpoint.folder.name
     if not is_llama_kind(config):
+        if quantization is not None:
+            log_once(f"the draft layer of {family.name} stays as it is stored: quantization is for Llama's layers")
         return TransformersHead(target, name, slots, layer, rotary, config)
     projection = layer.projection.weight
     if layer.hidden_first:
@@ -83,6 +88,7 @@ def load_mtp(checkpoint: Checkpoint, target: TargetWeights, slots: int) -> HeadN
         output=target.output,
         rotary=rotary,
         feeds_back_normed=True,
+        quantization=quantization,
     )
 
 
@@ -156,7 +162,10 @@ class TransformersHead(HeadNetwork):
 
 
 def build(inputs: MethodInputs) -> Speculator:
-    return build_head_speculator(inputs, load_mtp(inputs.checkpoint, inputs.target, inputs.engine.slot_count))
+    engine = inputs.engine
+    return build_head_speculator(
+        inputs, load_mtp(inputs.checkpoint, inputs.target, engine.slot_count, engine.quantization)
+    )
 
 
 def matches(checkpoint: Checkpoint) -> bool:

@@ -1,5 +1,6 @@
 // Blocks of quantised weights as GGUF files store them: a column's codes and what they are worth. And blocks of our own for
-// integers with float32 scales by group, which hold the numbers of AWQ, GPTQ and compressed-tensors.
+// integers, and numbers of e4m3, with float32 scales by group, which hold the numbers of AWQ, GPTQ, FP8 and
+// compressed-tensors.
 //
 // A *unit* is 256 inputs of formats with two levels of scales, else two blocks of 32. A weight is
 // (code - offset) * scale + minimum, or (value of the code) * scale. Bits follow the format's description in llama.cpp
@@ -15,7 +16,8 @@ namespace paceline {
 
 enum BlockType : int32_t {  // part of the C interface: GGUF's numbers of the types; from 1000 on our own; DENSE is T
     DENSE = -1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
-    IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39, INT4 = 1000, INT4_ZEROS = 1001, INT8 = 1002, INT4_SMALL = 1003, INT8_SMALL = 1004
+    IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39, INT4 = 1000, INT4_ZEROS = 1001, INT8 = 1002, INT4_SMALL = 1003, INT8_SMALL = 1004,
+    E4M3 = 1005
 };
 
 constexpr int BLOCK = 32;  // inputs with a scale of their own; a half of a block may have one
@@ -198,5 +200,13 @@ template <>
 struct FileBlock<INT8> : IntegerBlock<true> {};
 template <>
 struct FileBlock<INT8_SMALL> : IntegerBlock<true> {};
+template <>
+struct FileBlock<E4M3> {  // in the layout of packed_floats.py: a block repeats the scale of its group
+    static constexpr int BYTES = 4 + BLOCK, BLOCKS = 1;
+    static void read(const uint8_t* from, UnitColumn& to, int b) {
+        if (b == 0) memcpy(&to.group_scale, from, sizeof to.group_scale);
+        memcpy(to.codes + BLOCK * b, from + 4, BLOCK);
+    }
+};
 
 }  // namespace paceline

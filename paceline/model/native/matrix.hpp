@@ -1,5 +1,5 @@
 // A weight matrix in a layout for products with few rows: y[r, column] (+)= sum over i of x[r, i] * weight[column, i].
-// Columns are of type T, or quantised (see packed.hpp); a matrix may have both.
+// Columns are of type T, or quantised (see packed.hpp and float8.hpp); a matrix may have both.
 //
 // Columns are in panels of up to 64; within a panel the weights of one input word are contiguous. So a product reads the
 // weights once, in the order of memory. Each sum runs over the input in one order, which does not depend on the number of
@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "float8.hpp"
 #include "packed.hpp"
 #include "thread_pool.hpp"
 #include "vectors.hpp"
@@ -110,24 +111,27 @@ class Matrix {
                 columns.push_back({there ? (const uint8_t*)source.weights + i * bytes : nullptr, source.type});
                 bias_.push_back(there && source.bias ? source.bias[i] : 0.0f);
             }
-            (source.type == DENSE ? has_dense_ : has_quantised_) = true;
+            (source.type == DENSE || source.type == E4M3 ? takes_dense_ : takes_quantised_) = true;
         }
         columns_ = (int)columns.size();
         const int units = columns_ / unit, parts = (int)arenas.size();
         for (int p = 0; p <= parts; p++) first_unit_.push_back((int)((int64_t)units * p / parts));
-        parts_.resize(parts), quantised_.resize(parts);
+        parts_.resize(parts), quantised_.resize(parts), float8_.resize(parts);
         pool.run(1, [&](int, int p, int) { pack_part(arenas[p], columns, first_unit_[p] * unit, first_unit_[p + 1] * unit, p); });
     }
 
     int columns() const { return columns_; }
     int first_unit(int part) const { return first_unit_[part]; }  // of the part's columns; `part` may be the number of parts
-    bool has_dense() const { return has_dense_; }
-    bool has_quantised() const { return has_quantised_; }
+    bool takes_dense() const { return takes_dense_; }  // rows of T
+    bool takes_quantised() const { return takes_quantised_; }
 
     // Computes one part's columns for all rows. y [rows, stride], which sums are added to if `add`.
     void product(int part, ProductInput<T> x, float* y, size_t stride, bool add) const {
         if (!parts_[part].empty()) dense_product(part, x.dense, x.rows, y, stride, add);
         if (!quantised_[part].empty()) quantised_product(part, *x.quantised, y, stride, add);
+        for (const QuantisedPanel& panel : float8_[part])
+            float8_product(panel.weights, in_, x.dense, words_ * Element<T>::PER_WORD, x.rows, &bias_[panel.column],
+                           y + panel.column, stride, add);
     }
 
    private:
@@ -152,7 +156,8 @@ class Matrix {
     void pack_part(Arena& arena, const std::vector<Column>& columns, int begin, int end, int part) {
         for (int column = begin; column < end;) {
             if (columns[column].type != DENSE) {
-                quantised_[part].push_back(pack_quantised(arena, &columns[column], column));
+                auto& panels = columns[column].type == E4M3 ? float8_ : quantised_;
+                panels[part].push_back(pack_quantised(arena, &columns[column], column));
                 column += LANES;
                 continue;
             }
@@ -170,7 +175,8 @@ class Matrix {
         for (int first = 0; first < x.groups(); first += at_once)
             for (const QuantisedPanel& panel : quantised_[part])
                 with_layout(panel.type, [&]<class L>() {
-                    for (int g = first; g < std::min(first + at_once, x.groups()); g++) {
+                    if constexpr (L::TYPE == E4M3) return;
+                    else for (int g = first; g < std::min(first + at_once, x.groups()); g++) {
                         const int row = g * MOST_PACKED_ROWS;
                         group_product<L>(panel.weights, units_of(in_, L::UNIT_INPUTS), x.group(g), x.size(g), x.rows() - row,
                                          &bias_[panel.column], y + row * stride + panel.column, stride, add);
@@ -285,11 +291,11 @@ class Matrix {
     }
 
     int words_ = 0, columns_ = 0, in_ = 0;
-    bool has_dense_ = false, has_quantised_ = false;
+    bool takes_dense_ = false, takes_quantised_ = false;
     std::vector<float> bias_;
     std::vector<int> first_unit_;
     std::vector<std::vector<Panel>> parts_;
-    std::vector<std::vector<QuantisedPanel>> quantised_;  // by part
+    std::vector<std::vector<QuantisedPanel>> quantised_, float8_;  // by part
 };
 
 }  // namespace paceline

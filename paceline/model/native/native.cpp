@@ -24,7 +24,7 @@ struct Product : AnyProduct {
     void run(ThreadPool& pool, const void* x, int rows, float* y) const override {
         QuantisedRows quantised;
         if constexpr (std::is_same_v<T, float>)  // quantised weights take float rows
-            if (matrix.has_quantised()) {
+            if (matrix.takes_quantised()) {
                 quantised.resize(rows, in);
                 for (int r = 0; r < rows; r++) quantised.quantise(r, (const float*)x + (size_t)r * in, 0, in);
             }

@@ -293,9 +293,12 @@ class _LayerFeed:
 def _padded_fusion(
     fusion: StateFusion, layers: Sequence[LayerWeights[Any]], hidden: int
 ) -> tuple[StateFusion, Sequence[LayerWeights[Any]]]:
-    """Pad the matrices that multiply embedding and state with zeros where native code pads the two."""
+    """Pad the matrices that multiply embedding and state with zeros where native code pads the two. Quantised ones need
+    no padding: their rows are whole blocks."""
 
-    def aligned(weight: Tensor) -> Tensor:
+    def aligned(weight: Weight) -> Weight:
+        if isinstance(weight, QuantizedWeight):
+            return weight
         return pad_columns(weight.detach().reshape(-1, hidden)).view(len(weight), -1)
 
     if fusion.projection is not None:

@@ -86,7 +86,7 @@ class Network : public AnyNetwork {
         for (int l = 0; l < spec.layers; l++) {
             add_phases(l, layers[l]);
             layers_.emplace_back(*this, pool, layers[l]);
-            takes_quantised_ |= layers_[l].output.has_quantised() || layers_[l].down.has_quantised();
+            takes_quantised_ |= layers_[l].output.takes_quantised() || layers_[l].down.takes_quantised();
             spec.layer_packed();
         }
         phases_.push_back({FINISH, spec.layers});
@@ -115,7 +115,7 @@ class Network : public AnyNetwork {
 
     void output(ThreadPool& pool, const void* final_states, int rows, float* logits) override {
         QuantisedRows quantised;
-        if (head_.has_quantised()) {
+        if (head_.takes_quantised()) {
             std::vector<float> row(hidden_);
             quantised.resize(rows, hidden_);
             for (int r = 0; r < rows; r++) {
@@ -188,12 +188,13 @@ class Network : public AnyNetwork {
     };
 
     struct Scratch {  // of one thread
-        Scratch(Heads heads, const NetworkSpec& spec, int hidden) : row(hidden) {
+        Scratch(Heads heads, const NetworkSpec& spec, int hidden) : row(hidden), both(2 * hidden) {
             if (spec.is_int8_cache) attention.template emplace<Attention<int8_t>>(heads, spec.positions);
             else attention.template emplace<Attention<T>>(heads, spec.positions);
         }
         std::variant<std::monostate, Attention<T>, Attention<int8_t>> attention;
         std::vector<float> row;  // an embedding, a state, or a normed row
+        std::vector<float> both;  // a normed embedding and a normed state
         std::vector<T> input;    // normed rows
         QuantisedRows quantised;
         int normed = -1;         // in which phase
@@ -212,7 +213,7 @@ class Network : public AnyNetwork {
             case HEADS: {
                 tap(l, part);
                 bool joins = l == 0 && spec_.has_states && !spec_.projection.data;
-                const auto in = joins ? joined(phase, thread) : normed(phase, thread, layer.input_norm, layer.qkv);
+                const auto in = joins ? joined(phase, thread, layer.qkv) : normed(phase, thread, layer.input_norm, layer.qkv);
                 layer.qkv.product(part, in, projected_.data(), layer.qkv.columns(), false);
                 for (int unit = layer.qkv.first_unit(part); unit < layer.qkv.first_unit(part + 1); unit++)
                     for (int row = 0; row < rows; row++) finish_head(layer, l, unit, row);
@@ -258,17 +259,17 @@ class Network : public AnyNetwork {
             T* to = &activated_[(size_t)row * inner_];
             for (int i = begin; i < end; i += LANES) {
                 const Floats in = load<Floats>(gate + i), numbers = (spec_.is_gelu ? gelu(in) : silu(in)) * load<Floats>(up + i);
-                if (layer.down.has_dense()) Element<T>::narrow(to + i, numbers);
+                if (layer.down.takes_dense()) Element<T>::narrow(to + i, numbers);
                 else store(gate + i, numbers);
             }
-            if (layer.down.has_quantised()) quantised_activated_.quantise(row, gate, begin, end);
+            if (layer.down.takes_quantised()) quantised_activated_.quantise(row, gate, begin, end);
         }
     }
 
     // Computes the first layer's input.
     void begin(int phase, int part, int thread) {
         if (spec_.projection.data)
-            return projection_.product(part, joined(phase, thread), x_.data(), hidden_, false);
+            return projection_.product(part, joined(phase, thread, projection_), x_.data(), hidden_, false);
         auto [begin, end] = rows_of(part);
         for (int row = begin; row < end; row++) {
             float* x = &x_[(size_t)row * hidden_];
@@ -347,7 +348,7 @@ class Network : public AnyNetwork {
         const uint8_t* cache = layer_cache<Cached>(l);
         const AttentionOptions options = {.scale = spec_.scale, .softcap = spec_.softcap, .window = layer.window};
         const int parts = (int)arenas_.size();
-        if (layer.output.has_dense())
+        if (layer.output.takes_dense())
             return attention(pass_->rows, chunks_, part, parts, options, cache, queries, attended_rows_.data());
         attention(pass_->rows, chunks_, part, parts, options, cache, queries, attended_floats_.data());
         const int group = heads_.queries_per_key * heads_.width;
@@ -362,7 +363,7 @@ class Network : public AnyNetwork {
         tap(spec_.layers, part);
         for (int i = 0; i < pass_->tap_count; i++)
             if (pass_->taps[i] == spec_.layers + 1) {
-                const T* all_rows = normed(phase, thread, final_norm_, projection_).dense;
+                const T* all_rows = normed(phase, thread, final_norm_).dense;
                 auto [begin, end] = rows_of(part);
                 for (int row = begin; row < end; row++)
                     memcpy(tapped(row, i), all_rows + (size_t)row * hidden_, spec_.hidden * sizeof(T));
@@ -370,7 +371,7 @@ class Network : public AnyNetwork {
         const int wanted = pass_->wanted_count;
         if (!spec_.head.data || !wanted) return;
         Scratch& mine = *scratch_[thread];
-        if (head_.has_quantised()) mine.quantised.resize(wanted, hidden_);
+        if (head_.takes_quantised()) mine.quantised.resize(wanted, hidden_);
         for (int i = 0; i < wanted; i++) norm_input(mine, &x_[(size_t)pass_->wanted[i] * hidden_], final_norm_, i, head_);
         mine.normed = -1;
         head_.product(part, {mine.input.data(), &mine.quantised, wanted}, pass_->logits, head_.columns(), false);
@@ -392,13 +393,14 @@ class Network : public AnyNetwork {
     }
     T* tapped(int row, int i) { return (T*)pass_->tapped + ((size_t)row * pass_->tap_count + i) * spec_.hidden; }
 
-    // All rows, normed, as inputs of these matrices. Every thread computes its own copy, which is cheaper than another phase.
+    // All rows, normed, as inputs of these matrices, or in T if there are none. Every thread computes its own copy, which is
+    // cheaper than another phase.
     template <class... Matrices>
     ProductInput<T> normed(int phase, int thread, const std::vector<float>& norm, const Matrices&... matrices) {
         Scratch& mine = *scratch_[thread];
         const int rows = pass_->rows.count;
         if (mine.normed != phase) {
-            if ((matrices.has_quantised() || ...)) mine.quantised.resize(rows, hidden_);
+            if ((matrices.takes_quantised() || ...)) mine.quantised.resize(rows, hidden_);
             for (int row = 0; row < rows; row++) norm_input(mine, &x_[(size_t)row * hidden_], norm, row, matrices...);
         }
         mine.normed = phase;
@@ -407,24 +409,33 @@ class Network : public AnyNetwork {
     // Norms x [H] as row `to` of the inputs that these matrices need.
     template <class... Matrices>
     void norm_input(Scratch& mine, const float* x, const std::vector<float>& norm, int to, const Matrices&... matrices) {
-        if ((matrices.has_quantised() || ...)) {
+        if ((matrices.takes_quantised() || ...)) {
             norm_row(x, norm, mine.row.data());
             mine.quantised.quantise(to, mine.row.data(), 0, hidden_);
         }
-        if (!(matrices.has_quantised() && ...)) norm_row(x, norm, &mine.input[(size_t)to * hidden_]);
+        if (sizeof...(matrices) == 0 || (matrices.takes_dense() || ...)) norm_row(x, norm, &mine.input[(size_t)to * hidden_]);
     }
-    // The normed embeddings and states of all rows, concatenated: [R, 2 * H].
-    ProductInput<T> joined(int phase, int thread) {
+    // The normed embeddings and states of all rows, concatenated: [R, 2 * H], as inputs of this matrix.
+    ProductInput<T> joined(int phase, int thread, const Matrix<T>& matrix) {
         Scratch& mine = *scratch_[thread];
-        for (int row = 0; mine.normed != phase && row < pass_->rows.count; row++) {
-            T* to = &mine.input[(size_t)row * 2 * hidden_];
+        const int rows = pass_->rows.count;
+        auto join = [&](int row, auto* to) {
             embed(row, mine.row.data());
             norm_row(mine.row.data(), token_norm_, to);
             widen(state(row), mine.row.data());
             norm_row(mine.row.data(), state_norm_, to + hidden_);
+        };
+        if (mine.normed != phase) {
+            if (matrix.takes_quantised()) mine.quantised.resize(rows, 2 * hidden_);
+            for (int row = 0; row < rows; row++) {
+                if (matrix.takes_dense()) join(row, &mine.input[(size_t)row * 2 * hidden_]);
+                if (!matrix.takes_quantised()) continue;
+                join(row, mine.both.data());
+                mine.quantised.quantise(row, mine.both.data(), 0, 2 * hidden_);
+            }
         }
         mine.normed = phase;
-        return {mine.input.data(), nullptr, pass_->rows.count};
+        return {mine.input.data(), &mine.quantised, rows};
     }
     // x and `to` are [H] and may be the same.
     template <class To>

@@ -14,6 +14,8 @@
 //     2 bits  2 vectors: bits 2t and 2t + 1 of a byte of vector j belong to vector j + 2t
 //     1 bit   1 vector: bit i belongs to vector i
 //     8 bits  8 vectors
+//
+// Numbers of e4m3 are no integers of 8 bits: float8.hpp multiplies them.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -146,6 +148,17 @@ struct ValueCodes : Codes4 {
     }
 };
 
+// Numbers of 8 bits in e4m3 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"), not NaN: as a binary16 of the same
+// bits a number is 1/256 of its value. An input's 16 columns are neighbours.
+struct Float8Codes {
+    static constexpr int VECTORS = 8;
+    static float value(int code) { return 256.0f * from_half((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7)); }
+    static void store_codes(const uint8_t (*v)[VECTOR_BYTES], uint8_t* p) {
+        for (int i = 0; i < BLOCK; i++)
+            for (int c = 0; c < LANES; c++) p[LANES * i + c] = v[i / 4][4 * c + i % 4];
+    }
+};
+
 // ---- scales of a unit: what a block's two halves are worth ----
 
 struct BlockScales {  // of a part's columns
@@ -251,6 +264,8 @@ struct Layout : Codes, Scales {
     static constexpr int FILE_BYTES = FileBlock<TYPE>::BYTES, FILE_BLOCKS = FileBlock<TYPE>::BLOCKS;
 };
 
+using Float8Layout = Layout<E4M3, Float8Codes, Group<4, false>, 0>;
+
 // Calls `f` with the layout of a type as a template argument.
 template <class F>
 inline auto with_layout(BlockType type, F f) {
@@ -271,6 +286,7 @@ inline auto with_layout(BlockType type, F f) {
         case INT4_ZEROS: return f.template operator()<Layout<INT4_ZEROS, Codes4, Group<4, true>, 0>>();
         case INT4_SMALL: return f.template operator()<Layout<INT4_SMALL, Codes4, Group<1, true>, 0>>();
         case INT8: return f.template operator()<Layout<INT8, Codes8, Group<4, false>, 128>>();
+        case E4M3: return f.template operator()<Float8Layout>();
         case INT8_SMALL: return f.template operator()<Layout<INT8_SMALL, Codes8, Group<1, true>, 0>>();
         default: return f.template operator()<Layout<Q8_0, Codes8, TwoBlocks<false>, 128>>();
     }
@@ -333,7 +349,7 @@ inline void dequantise(BlockType type, const uint8_t* column, int in, float* out
                 L::load_scales(typename L::Factors(scales, 0), scales, b, 0, s);
                 for (int i = 0; i < BLOCK; i++) {
                     const int h = L::HALVES == 2 ? i / (BLOCK / 2) : 0;
-                    const int code = L::value(unit.codes[BLOCK * b + i]) - L::OFFSET;
+                    const auto code = L::value(unit.codes[BLOCK * b + i]) - L::OFFSET;
                     const float minimum = L::MINIMUM == NO_MINIMUM ? 0.0f : s.minimum[h][0];
                     float& number = out[u * L::UNIT_INPUTS + b * BLOCK + i];
                     if constexpr (L::MINIMUM == ZERO)
