@@ -242,8 +242,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 NUMBERS: dict[str, tuple[torch.dtype, KVCacheDtype, float]] = {
     "float32": (torch.float32, "auto", 1e-5),
     "bfloat16": (torch.bfloat16, "auto", 0.05),
-    "int8 cache": (torch.float32, "int8", 0.03),
-    "int8 cache, bfloat16": (torch.bfloat16, "int8", 0.05),
+    "int8 cache": (torch.float32, "int8", 0.02),
 }
 """The dtypes of a network and of its cache, and how far its logits may be from the formula's, of the largest."""
 
@@ -251,19 +250,18 @@ NUMBERS: dict[str, tuple[torch.dtype, KVCacheDtype, float]] = {
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_the_formula_s_and_rows_do_not_depend_on_other_rows(shape: str, numbers: str) -> None:
-    """With a cache in 8 bits float32 is off by MEASURED at most."""
+    """With a cache in 8 bits logits are off by 0.0113 of the largest at most."""
     dtype, kv_cache_dtype, tolerance = NUMBERS[numbers]
     weights, sequence = Weights(SHAPES[shape], dtype, kv_cache_dtype), tokens(140)
     expected, _ = weights.formula(sequence)
     given = weights.given(len(sequence))
     alone = one_by_one(weights.network(), sequence, given)
-    print("OFF", shape, numbers, float((alone - expected).abs().max() / expected.abs().max()))
     assert (alone - expected).abs().max() < tolerance * expected.abs().max()
     assert torch.equal(in_trees(weights.network(), sequence, given), alone)
 
 
 def test_a_pair_with_a_large_bias_leaves_other_numbers_of_a_key_in_8_bits_exact() -> None:
-    """Off by MEASURED of the largest logit; by MEASURED where the pair shares its neighbours' scale."""
+    """Logits are off by 0.0117 of the largest; by 0.088 if the pair has the scale of its neighbours."""
     weights = {dtype: Weights(Shape(biases=True), torch.float32, dtype) for dtype in ("auto", "int8")}
     logits = []
     for each in weights.values():
@@ -272,7 +270,6 @@ def test_a_pair_with_a_large_bias_leaves_other_numbers_of_a_key_in_8_bits_exact(
             layer.key_bias[[3, 19]] = torch.tensor([90.0, -60.0])
         logits.append(one_by_one(each.network(), tokens(140)))
     off = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
-    print("OFF bias", float(off))
     assert off < 0.03
 
 
