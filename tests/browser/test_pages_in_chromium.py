@@ -32,7 +32,7 @@ WORKERS = 300
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The shipped model with its draft worker, as a demo."""
-    with serving("--port", "0", "--demo-page") as served:
+    with serving("pydoc", "--port", "0", "--demo-page") as served:
         yield served.wait_for(r"Serving pydoc at (\S+)/v1")[1]
 
 
