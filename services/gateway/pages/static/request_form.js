@@ -16,7 +16,12 @@ const PYDOC = {
 const NUMBERS = { first: "completion", chat: ["1 2 3"], completion: ["1 2 3", "7 8 9 7 8 9"] };
 const GENERAL = {
   first: "chat",
-  chat: ["Explain in three sentences how a hash table works.", "Write a limerick about a fast turtle."],
+  chat: [
+    "Rename a to x and b to y, and print all the code:\n\n" +
+      "def add(a, b):\n    return a + b\n\ndef mul(a, b):\n    return a * b\n",
+    "Explain in three sentences how a hash table works.",
+    "Write a limerick about a fast turtle.",
+  ],
   completion: ["def fibonacci(n):\n", "Once upon a time"],
 };
 
