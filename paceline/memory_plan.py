@@ -185,7 +185,7 @@ def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> Work
 
 def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype) -> int:
     if tensor.type.is_packed or len(tensor.shape) == 1:
-        return tensor.data.nbytes
+        return tensor.size
     return math.prod(tensor.shape) * dtype.itemsize
 
 

@@ -1,7 +1,10 @@
-"""From a command line to an exit code, for all services; and the life of a target or draft worker.
+"""From a command line to an exit code, for all services.
 
 Exit codes: 0: stopped as asked · 1: failed while serving, with a traceback in the log · 2: could not start, with one
 line in the log that says what to do.
+
+Little is imported here: a worker's model process starts as soon as the options are known, and the rest is imported
+beside it.
 """
 
 from __future__ import annotations
@@ -13,14 +16,11 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TypeAlias, TypeVar, get_args
+from typing import TypeVar, get_args
 
-from google.protobuf.descriptor import ServiceDescriptor
-from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
 from paceline.config import EngineConfig, SpeculativeConfig
@@ -30,14 +30,9 @@ from paceline.config.validation_messages import first_error
 from paceline.ipc.model_process import ModelProcess, model_process
 from paceline.launcher import COULD_NOT_START, FAILED, StartError
 from paceline.model_names import ModelNotFoundError
-from paceline.state import StateError, StateStore, WorkerRecord, WorkerRegistration, open_store
 from paceline.telemetry import logs
-from paceline.telemetry.metrics_exporter import serve_metrics
-from paceline.telemetry.tracing import Tracing
-from paceline.tls import Certificates
-from paceline.wire.grpc_server import GrpcServer, PortInUseError, Register
-from paceline_services.tls_options import add_tls_options, service_certificates
-from paceline_services.tracing_options import add_tracing_options, open_tracing
+from paceline_services.tls_options import add_tls_options
+from paceline_services.tracing_options import add_tracing_options
 
 log = logging.getLogger(__name__)
 
@@ -47,79 +42,13 @@ REDIS_URL_VARIABLE = "PACELINE_REDIS_URL"
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """What `serve_worker` serves: a target or draft worker whose model process is ready."""
-
-    servicer: object
-    register: Register
-    service: ServiceDescriptor
-    peer: str
-    """The name that the certificates of its clients must have."""
-    receive_bytes: int
-    """Size of the largest message it accepts."""
-    metrics: CollectorRegistry
-    record: Callable[[str], WorkerRecord]
-    """Its entry in the registry, by its address."""
-    load: Callable[[], Mapping[str, float]]
-    """Its load, for the registry."""
-    drain: Callable[[WorkerRegistration], Awaitable[None]]
-    """Ends its requests and streams. Called when its health is NOT_SERVING."""
-
-
-BuildWorker: TypeAlias = Callable[
-    [argparse.Namespace, ModelProcess, StateStore, Certificates | None, Tracing], AbstractAsyncContextManager[Worker]
-]
-"""Builds a worker around a model process that is ready, and closes it at the end of the context."""
-
-
-async def serve_worker(
-    kind: str,
-    module: str,
-    build: BuildWorker,
-    options: argparse.Namespace,
-    stop: asyncio.Event,
-    python: str = sys.executable,
-) -> None:
-    """Start a worker's model process, `module`, and serve until `stop` is set or the process ends; then drain.
-
-    `python` runs the process.
-
-    Raises `StartError`, `StateError`, `PortInUseError`, and `ModelProcessDiedError` if the model process ended.
-    """
-    tls = service_certificates(options)
-    async with AsyncExitStack() as stack:
-        tracing = stack.enter_context(open_tracing(kind, options.worker_id, options.otlp_traces_endpoint))
-        process = await stack.enter_async_context(model_process(module, _without_paths(options), python))
-        store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
-        stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((process.ready, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not process.ready.done():
-            return
-        stopped.cancel()
-        worker = await stack.enter_async_context(build(options, process, store, tls, tracing))
-        server = GrpcServer(options.host, options.port, tls=tls, peer=worker.peer, receive_bytes=worker.receive_bytes)
-        stack.enter_context(metrics_endpoint(worker.metrics, options, server))
-        server.add(worker.register, worker.servicer, worker.service)
-        stack.push_async_callback(server.stop)  # also after an error
-        address = await server.start()
-        record = worker.record(options.advertise or address)
-        async with store.registration(record, worker.load) as registration:
-            log.info("%s ready on %s", kind, address, extra={"numerics": record.numerics} if record.numerics else None)
-            process.exited.add_done_callback(lambda _: stop.set())
-            await stop.wait()
-            await server.drain()
-            await worker.drain(registration)
-        await server.stop(grace_s=1.0)
-        if process.exited.done():
-            process.exited.result()  # raises
-    log.info("%s stopped", kind)
-
-
-def _without_paths(options: argparse.Namespace) -> argparse.Namespace:
-    """With text instead: a path of Python 3.13 cannot be unpickled by an older Python, which may run the process."""
-    given = vars(options)
-    return argparse.Namespace(**{name: str(each) if isinstance(each, Path) else each for name, each in given.items()})
+def start_model_process(
+    module: str, options: argparse.Namespace, python: str = sys.executable
+) -> AbstractAsyncContextManager[ModelProcess]:
+    """A worker's model process, which `python` runs, with the worker's options."""
+    # A path of Python 3.13 cannot be unpickled by an older Python.
+    texts = {name: str(each) if isinstance(each, Path) else each for name, each in vars(options).items()}
+    return model_process(module, argparse.Namespace(**texts), python)
 
 
 def positive_int(text: str) -> int:
@@ -174,20 +103,6 @@ def worker_parser(kind: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def metrics_endpoint(metrics: CollectorRegistry, options: argparse.Namespace, server: GrpcServer) -> Iterator[None]:
-    """Serve metrics and the health of `server` over HTTP while the context lasts, if there is a --metrics-port."""
-    if options.metrics_port is None:
-        yield
-        return
-    try:
-        with serve_metrics(metrics, options.host, options.metrics_port, lambda: server.serving) as port:
-            log.info("metrics on http://%s:%d/metrics", options.host, port)
-            yield
-    except OSError as error:
-        raise StartError(f"--metrics-port {options.metrics_port}: {error.strerror}; choose another one") from error
-
-
 def run_service(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """Run a service and return its exit code.
 
@@ -195,7 +110,7 @@ def run_service(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """
     try:
         asyncio.run(_serve_until_signal(serve))
-    except (StartError, StateError, PortInUseError, ModelNotFoundError) as error:
+    except (StartError, ModelNotFoundError) as error:
         log.critical("%s", error)
         return COULD_NOT_START
     except Exception:

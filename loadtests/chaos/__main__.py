@@ -16,7 +16,6 @@ from loadtests.chaos.chaos_stack import running
 from paceline import family
 from paceline.cli.options import EngineName, VllmSettings
 from paceline.launcher import StartError
-from paceline.state import StateError
 
 LAST_LINES = 200
 EVERY_S, VLLM_EVERY_S = 2.0, 15.0
@@ -66,7 +65,7 @@ def main(
 
     try:
         summary = asyncio.run(whole())
-    except (StartError, StateError) as error:
+    except StartError as error:
         sys.stderr.write("\n".join([*output, str(error), ""]))
         raise typer.Exit(2) from None
     if not summary["clean"]:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-import httpx
 from rich.console import Console
 
 from paceline.cli.cpu_affinity import affinity_restored, move_off_cores
@@ -73,10 +72,10 @@ async def running_stack(
     `redis_url` None: an embedded Redis. `log_line` is called with each line that a service logs. Enter it on the main
     thread: the kernel ends the services with the thread that started them. Raises `StateError`.
     """
-    async with _redis(redis_url) as url, open_store(url) as store, AsyncExitStack() as demo:
+    async with _redis(redis_url) as url, AsyncExitStack() as demo:
         killer = await demo.enter_async_context(open_draft_killer()) if deployment.demo_page else None
         programs = deployment.programs(url, None if killer is None else killer.socket)
-        async with Supervisor(programs, log_line) as supervisor:
+        async with Supervisor(programs, log_line) as supervisor, open_store(url) as store:
             if killer is not None:
                 killer.workers = [supervisor.children[name] for name in deployment.drafts]
             with affinity_restored():  # for what this process starts next
@@ -103,7 +102,8 @@ async def ready_stack(deployment: Deployment, console: Console) -> AsyncIterator
 @asynccontextmanager
 async def _redis(url: str | None) -> AsyncIterator[str]:
     if url is not None:
-        yield url
+        async with open_store(url):  # raises before a service starts
+            yield url
         return
     with EmbeddedRedis() as redis:
         async with RedisSupervisor(redis):
@@ -134,6 +134,8 @@ async def _registered(workers: WorkerWatcher, worker_id: str) -> None:
 
 async def _healthy(url: str) -> None:
     """Wait until the gateway has a target."""
+    import httpx
+
     async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
         while True:
             with suppress(httpx.TransportError):  # it does not listen yet

@@ -25,12 +25,10 @@ SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Print a `StartError` or `StateError` as one line and exit with code 2."""
-    from paceline.state import StateError
-
+    """Print a `StartError` as one line and exit with code 2."""
     try:
         yield
-    except (StartError, StateError) as error:
+    except StartError as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(COULD_NOT_START) from None
 

@@ -18,8 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 
 class ConfigFileError(ValueError):
     """The message names the file and, for a wrong key, its line."""
@@ -27,6 +25,8 @@ class ConfigFileError(ValueError):
 
 def read(path: Path, known: Collection[str]) -> Mapping[str, Any]:
     """Values by option name, with `_`. Raises `ConfigFileError` if the file cannot be read or a key is not `known`."""
+    import yaml  # most commands have no such file
+
     try:
         text = path.read_text(encoding="utf-8")
         given = _toml(text) if path.suffix == ".toml" else _yaml(text)
@@ -63,6 +63,8 @@ def as_arguments(values: Mapping[str, Any]) -> Sequence[str]:
 
 def _yaml(text: str) -> dict[str, tuple[Any, int]]:
     """Values and line numbers by key."""
+    import yaml
+
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()

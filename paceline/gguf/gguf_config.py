@@ -7,15 +7,17 @@ and a file lacks have its values here. A fault of a file is a `GgufError` that n
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from paceline.gguf.gguf_file import GgufError, GgufFile
+
+if TYPE_CHECKING:  # most files take no numpy
+    import numpy as np
+    import numpy.typing as npt
 
 PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite"})
 """transformers' model types whose matrices can be computed as the file has them."""
@@ -109,7 +111,12 @@ class _Keys:
 
 def shortest(value: float) -> float:
     """A float32 of a file as the decimal number that was meant: 1e-05, not 9.99999974e-06."""
-    return float(str(np.float32(value)))
+    try:
+        stored = struct.pack("<f", value)
+    except OverflowError:  # a float64
+        return value
+    decimals = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next((each for each in decimals if struct.pack("<f", each) == stored), value)
 
 
 def _sizes(keys: _Keys) -> dict[str, Any]:
@@ -189,6 +196,8 @@ def _yarn_attention_factor(keys: _Keys, factor: float) -> float | None:
 
 def _llama3_scaling(file: GgufFile, head_dim: int, base: float) -> dict[str, Any]:
     """Raises `GgufError` if the factors are not those of Llama 3."""
+    import numpy as np
+
     stored = _floats(file, "rope_freqs.weight")
     settings = {
         "rope_type": "llama3",
@@ -207,12 +216,16 @@ def _llama3_scaling(file: GgufFile, head_dim: int, base: float) -> dict[str, Any
 
 def llama3_factors(head_dim: int, base: float, factor: float) -> npt.NDArray[np.float64]:
     """By how much Llama 3 divides each rotary frequency: not the high ones, the low ones by `factor`."""
+    import numpy as np
+
     turns = LLAMA3_LENGTH * base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
     share = np.clip((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW), 0, 1)
     return np.asarray(1 / ((1 - share) / factor + share), np.float64)
 
 
 def _floats(file: GgufFile, name: str) -> npt.NDArray[np.float32]:
+    import numpy as np
+
     tensor = file.tensor(name)
     if tensor.type.name != "F32":
         raise GgufError(f"{file.path}: the tensor {name} is of the type {tensor.type.name}, and not F32")

@@ -12,12 +12,14 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # processes that read metadata alone do not load numpy
+    import numpy as np
+    import numpy.typing as npt
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -82,13 +84,33 @@ UNREAD_TYPES: Mapping[int, str] = {
 }
 
 
-class GgufTensor(NamedTuple):
-    """A tensor of a file. `shape` as in torch, [out, in] or [n]. `data`: uint8 [rows, bytes of a row], mapped."""
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a file. `shape` as in torch, [out, in] or [n]."""
 
     name: str
     type: BlockType
     shape: tuple[int, ...]
-    data: npt.NDArray[np.uint8]
+    row_bytes: int
+    start: int
+    """Of its bytes in `mapped`."""
+    mapped: mmap.mmap = field(repr=False)
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.rows * self.row_bytes
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """uint8 [rows, bytes of a row], mapped."""
+        import numpy as np
+
+        return np.frombuffer(self.mapped, np.uint8, self.size, self.start).reshape(self.rows, self.row_bytes)
 
 
 class GgufFile:
@@ -147,7 +169,7 @@ class GgufFile:
     @cached_property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.data.nbytes for tensor in self.tensors.values())
+        return sum(tensor.size for tensor in self.tensors.values())
 
 
 @lru_cache(maxsize=4)
@@ -292,8 +314,7 @@ class _Part:
         row_bytes = width // block.size * block.bytes
         if start + rows * row_bytes > len(self._bytes):
             raise GgufError(f"{self._path} is cut off within the tensor {name}: download it again")
-        data = np.frombuffer(self._bytes, np.uint8, rows * row_bytes, start).reshape(rows, row_bytes)
-        return GgufTensor(name, block, shape, data)
+        return GgufTensor(name, block, shape, row_bytes, start, self._bytes)
 
 
 def _brief(value: Any) -> str:

@@ -15,10 +15,8 @@ from redis.exceptions import RedisError
 from paceline.state.state_errors import StateError, StateUnavailableError
 from paceline.tls import Certificates
 
-REDIS_TIMEOUT_S = 1.0
 
-
-def connect(url: str, timeout_s: float = REDIS_TIMEOUT_S, tls: Certificates | None = None) -> Redis:
+def connect(url: str, timeout_s: float, tls: Certificates | None = None) -> Redis:
     """A client for a `redis://`, `rediss://` or `unix://` URL; it does not connect yet. Raises `StateError`.
 
     A `rediss://` URL may name certificate files (`?ssl_ca_certs=...&ssl_certfile=...&ssl_keyfile=...`); otherwise

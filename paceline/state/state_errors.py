@@ -4,8 +4,10 @@ StateError                    the state cannot be used at all; the message says 
 └── StateUnavailableError     Redis does not answer now; the operation can be repeated later
 """
 
+from paceline.launcher import StartError
 
-class StateError(Exception):
+
+class StateError(StartError):
     """Shared state cannot be used. The message is one line for the user who starts the service."""
 
 

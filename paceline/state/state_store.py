@@ -12,9 +12,6 @@ from paceline.state.memory_records import MemoryRecords
 from paceline.state.memory_store import MemoryAcceptance, MemoryRegistry
 from paceline.state.record_store import RecordLimits, RecordStore
 from paceline.state.redis_availability import RedisAvailability
-from paceline.state.redis_client import REDIS_TIMEOUT_S, check, connect
-from paceline.state.redis_records import RedisRecords
-from paceline.state.redis_store import RedisAcceptance, RedisRegistry
 from paceline.state.worker_registration import WorkerRegistration
 from paceline.state.worker_registry import WorkerKind, WorkerRecord, WorkerRegistry
 from paceline.state.worker_watcher import WorkerWatcher
@@ -24,6 +21,7 @@ HEARTBEAT_TTL_S = 6.0
 HALF_LIFE_S = 3600.0
 REFRESH_S = 0.5
 WRITE_S = 1.0
+REDIS_TIMEOUT_S = 1.0
 DEFAULT_LIMITS = RecordLimits()
 
 
@@ -70,6 +68,11 @@ async def open_store(
     if redis_url is None:
         yield StateStore(MemoryRegistry(ttl_s), MemoryAcceptance(), MemoryRecords(records))
         return
+    # Not at the top: what only starts services does so before it loads redis.
+    from paceline.state.redis_client import check, connect
+    from paceline.state.redis_records import RedisRecords
+    from paceline.state.redis_store import RedisAcceptance, RedisRegistry
+
     async with connect(redis_url, timeout_s, tls) as client:
         await check(client, redis_url)
         yield StateStore(

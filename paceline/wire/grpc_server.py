@@ -10,6 +10,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from paceline.launcher import StartError
 from paceline.tls import Certificates
 from paceline.wire.channels import FRAME_BYTES, server_options
 from paceline.wire.credentials import server_credentials
@@ -20,7 +21,7 @@ Register: TypeAlias = Callable[[Any, grpc.aio.Server], None]
 """A generated `add_..._to_server`."""
 
 
-class PortInUseError(LinkError):
+class PortInUseError(LinkError, StartError):
     """The server cannot listen on its address."""
 
 

@@ -21,7 +21,6 @@ from paceline.memory_plan import plan_memory
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.kept_row_cost import model_row_cost
 from paceline.target_features import all_features
-from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline_services.model_entrypoint import (
     as_start_errors,
     bind_cpus,
@@ -79,6 +78,8 @@ def build_drafting(model: Model, pipe: Pipe, speculation: SpeculativeConfig, con
     if not speculation.enabled:
         return NoDraftClient()
     if speculation.draft_placement == "worker":
+        from paceline.wire.remote_draft_client import RemoteDraftClient
+
         return RemoteDraftClient(pipe)
     local = build_configured_speculator(speculation, config, model.target_weights, model.name)
     if local.vocabulary_fingerprint not in ("", model.fingerprint):

@@ -306,7 +306,8 @@ def test_without_traces_no_service_imports_what_makes_them() -> None:
     """redis-py imports the SDK's metrics where the SDK is installed."""
     code = """
 import sys
-import paceline_services.draft.__main__, paceline_services.gateway.__main__, paceline_services.target.__main__
+import paceline_services.draft.draft_worker, paceline_services.gateway.__main__
+import paceline_services.target.target_worker
 from paceline_services.tracing_options import open_tracing
 with open_tracing("gateway", "g", None) as tracing:
     assert not tracing

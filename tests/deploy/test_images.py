@@ -175,7 +175,7 @@ def closure() -> set[str]:
     "modules",
     [
         "paceline_services.gateway.__main__, paceline_services.gateway.server",
-        "paceline_services.target.__main__",  # with vLLM, whose image has the same packages
+        "paceline_services.target.target_worker",  # with vLLM, whose image has the same packages
     ],
 )
 def test_a_service_without_torch_runs_with_its_image_s_packages(modules: str) -> None:

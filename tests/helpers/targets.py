@@ -26,9 +26,9 @@ from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline.wire.target_link import TargetLink
 from paceline_lab.fake_models.table_model import TableModel
-from paceline_services.target.__main__ import target_description
 from paceline_services.target.engine_process import model_facts
 from paceline_services.target.target_servicer import TargetServicer
+from paceline_services.target.target_worker import target_description
 from tests.helpers.pipes import computing, joined
 from tests.helpers.workers import PATIENCE_S, pooled
 

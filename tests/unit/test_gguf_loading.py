@@ -28,6 +28,7 @@ from paceline.launcher import StartError
 from paceline.memory_plan import packed_memory, plan_memory
 from paceline.model import Model, SlotTable, load
 from paceline.model.gguf_loading import model_config, read_gguf
+from paceline.model.gguf_weights import computes_in_bfloat16
 from paceline.model.loading import outline
 from paceline.model.packed_model import PackedModel
 from paceline.model.target_weights import load_target_weights
@@ -229,7 +230,7 @@ def test_the_plan_counts_what_is_dequantised_whole(tmp_path: Path, caplog: pytes
         sizes[model_type] = record.weights_gib * 2**30 / sum(each.numel() for each in network.parameters())
         caplog.clear()
     assert sizes["qwen3"] == pytest.approx(18 / 32, rel=0.05)  # bytes of a number
-    assert sizes["starcoder2"] == pytest.approx(2, rel=0.05)
+    assert sizes["starcoder2"] == pytest.approx(2 if computes_in_bfloat16("cpu") else 4, rel=0.05)
 
 
 @pytest.mark.parametrize("end", [3, 100, 20_000, -1])

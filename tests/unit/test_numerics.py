@@ -22,8 +22,8 @@ from paceline.model.native.native_library import NativeLibrary
 from paceline.model.numerics import numerics_of, quantization_of
 from paceline.v1 import target_pb2
 from paceline.wire.target_codec import decode_target_description, encode_target_description
-from paceline_services.target.__main__ import target_description, worker_record
 from paceline_services.target.engine_process import model_facts
+from paceline_services.target.target_worker import target_description, worker_record
 from tests.exactness.test_rows import network
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.flash_attention import use_stand_ins

@@ -28,8 +28,9 @@ from paceline.state.redis_availability import RedisAvailability
 from paceline.telemetry.step_stats import StatsTimer, StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.telemetry.tracing import NO_TRACING
-from paceline_services.target.__main__ import parse_options, target_worker
+from paceline_services.target.__main__ import parse_options
 from paceline_services.target.stat_logger import StatLogger
+from paceline_services.target.target_worker import target_worker
 
 DESCRIPTION = TargetDescription("t", "m", "f", 64, 512, 256, rows_invariant=True, eos_token_ids=(), method="ngram")
 

@@ -1,0 +1,71 @@
+"""A draft worker around its speculator's process."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from paceline.drafting.draft_loop import DraftRounds, SpeculatorFacts
+from paceline.ipc.model_process import ModelProcess
+from paceline.state import StateStore, WorkerRecord, WorkerRegistration
+from paceline.telemetry.draft_metrics import DraftMetrics
+from paceline.telemetry.tracing import Tracing
+from paceline.tls import Certificates
+from paceline.v1 import draft_pb2
+from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+from paceline.wire.channels import draft_frame_bytes
+from paceline.wire.credentials import TARGET
+from paceline_services.draft.draft_servicer import DraftServicer
+from paceline_services.worker import Worker
+
+DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
+
+
+@asynccontextmanager
+async def draft_worker(
+    options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None, tracing: Tracing
+) -> AsyncIterator[Worker]:
+    """Connect servicer and metrics to the speculator."""
+    facts = process.ready.result()
+    assert isinstance(facts, SpeculatorFacts)
+    registry = CollectorRegistry()
+    metrics = DraftMetrics(registry, facts.method)
+    servicer = DraftServicer(options.worker_id, facts, process.connection.send, tracing)
+    metrics.set_gauge_sources(lambda: servicer.open_requests, lambda: servicer.target_links)
+
+    def on_rounds(rounds: DraftRounds) -> None:
+        for stats in rounds.stats:
+            metrics.observe_round(stats)
+        servicer.send_growth(rounds.grown)
+
+    process.connection.on(DraftRounds, on_rounds)
+
+    async def drain(registration: WorkerRegistration) -> None:
+        servicer.drain()
+
+    def record(address: str) -> WorkerRecord:
+        return WorkerRecord(
+            kind="draft",
+            worker_id=options.worker_id,
+            address=address,
+            model=facts.model,
+            method=facts.method,
+            fingerprint=facts.vocabulary_fingerprint,
+            started_at=time.time(),
+        )
+
+    yield Worker(
+        servicer=servicer,
+        register=add_DraftServiceServicer_to_server,
+        service=DRAFT_SERVICE,
+        peer=TARGET,
+        receive_bytes=draft_frame_bytes(hidden_states=bool(facts.hidden_state_layers)),
+        metrics=registry,
+        record=record,
+        load=lambda: {"requests": float(servicer.open_requests)},
+        drain=drain,
+    )

@@ -1,0 +1,126 @@
+"""A target worker around its engine's process."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from paceline.core.messages import TargetDescription
+from paceline.engine.engine_messages import CalibrationCounts, EngineInfo, StepResult
+from paceline.ipc.model_process import ModelProcess
+from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration
+from paceline.telemetry.target_metrics import TargetMetrics
+from paceline.telemetry.tracing import Tracing
+from paceline.tls import Certificates
+from paceline.v1 import target_pb2
+from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
+from paceline.wire.channels import SUBMIT_FRAME_BYTES
+from paceline.wire.credentials import GATEWAY
+from paceline.wire.draft_discovery import draft_discovery
+from paceline.wire.draft_pool import DraftPool
+from paceline.wire.draft_stream import DraftLinkConfig
+from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame
+from paceline_services.target.engine_watchdog import EngineWatchdog
+from paceline_services.target.stat_logger import StatLogger
+from paceline_services.target.target_servicer import TargetServicer
+from paceline_services.worker import Worker
+
+TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
+
+
+@asynccontextmanager
+async def target_worker(
+    options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None, tracing: Tracing
+) -> AsyncIterator[Worker]:
+    """Connect servicer, statistics, watchdog and draft pool to the engine."""
+    info = process.ready.result()
+    assert isinstance(info, EngineInfo)
+    engine, speculation = process.connection, options.speculative_config
+    description = target_description(info, options)
+    registry = CollectorRegistry()
+    metrics = TargetMetrics(registry, description.model, info.slots)
+    metrics.rows_invariant.set(info.rows_invariant)
+    metrics.set_strategy(speculation.strategy)
+    async with AsyncExitStack() as stack:
+        recorder = await stack.enter_async_context(store.recorder())
+        stats = await stack.enter_async_context(StatLogger(description, recorder, metrics))
+        servicer = TargetServicer(description, stats, engine.send, tracing)
+        watchdog = EngineWatchdog(options.hang_s, lambda: servicer.busy, process.abort)
+        await stack.enter_async_context(watchdog)
+
+        def on_step(step: StepResult) -> None:
+            watchdog.reset()
+            stats.observe(step.stats)
+            servicer.send_deltas(step.deltas, step.load)
+
+        engine.on(StepResult, on_step)
+        known = await stored_acceptance(store, description)
+        engine.send(CalibrationCounts(known.cell_drafted, known.cell_accepted))
+        if options.engine == "paceline" and speculation.enabled and speculation.draft_placement == "worker":
+            config = DraftLinkConfig(info.fingerprint, info.vocabulary_size, tls=tls)
+            pool = DraftPool(config, engine.send, info.layers, metrics)
+            engine.on(ConnectDrafts, pool.connect)
+            engine.on(SendDraftFrame, pool.send)
+            metrics.draft_links.set_function(lambda: len(pool.connected))
+            await stack.enter_async_context(draft_discovery(pool, store))
+
+        async def drain(registration: WorkerRegistration) -> None:
+            if not process.exited.done():
+                servicer.stop_accepting()
+                await registration.run_once()  # gateways without a link read it in the registry
+            await servicer.drain(options.drain_s, process.exited)
+
+        yield Worker(
+            servicer=servicer,
+            register=add_TargetServiceServicer_to_server,
+            service=TARGET_SERVICE,
+            peer=GATEWAY,
+            receive_bytes=SUBMIT_FRAME_BYTES,
+            metrics=registry,
+            record=partial(worker_record, description),
+            load=lambda: {"rows_per_s": info.rows_per_s, **servicer.load_metrics()},
+            drain=drain,
+        )
+
+
+def target_description(info: EngineInfo, options: argparse.Namespace) -> TargetDescription:
+    return TargetDescription(
+        worker_id=options.worker_id,
+        model=options.served_model_name or options.model,
+        vocabulary_fingerprint=info.fingerprint,
+        vocabulary_size=info.vocabulary_size,
+        max_model_len=info.max_model_len,
+        slots=info.slots,
+        rows_invariant=info.rows_invariant,
+        eos_token_ids=info.eos_token_ids,
+        method=info.method,
+        numerics=info.numerics,
+        labels=options.labels,
+        features=info.features,
+    )
+
+
+async def stored_acceptance(store: StateStore, description: TargetDescription) -> AcceptanceCounts:
+    """Return what targets have recorded about this model and method; nothing if Redis is away."""
+    try:
+        return await store.acceptance.acceptance(description.model, description.method or "none")
+    except StateUnavailableError:
+        return AcceptanceCounts()
+
+
+def worker_record(description: TargetDescription, address: str) -> WorkerRecord:
+    return WorkerRecord(
+        kind="target",
+        worker_id=description.worker_id,
+        address=address,
+        model=description.model,
+        method=description.method,
+        fingerprint=description.vocabulary_fingerprint,
+        started_at=time.time(),
+        numerics=description.numerics,
+    )
