@@ -83,13 +83,8 @@ def serve(
     from paceline.cli import serve_command as command
     from paceline.cli.model_download import default_model, download_models
 
-    changes: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
-    if verify:
-        changes["verify"] = True
-    if quantization is not None:
-        changes["quantization"] = quantization
-    if tensor_parallel_size is not None:
-        changes["tensor_parallel_size"] = tensor_parallel_size
+    given: dict[str, object] = {"trust_remote_code": trust_remote_code, "quantization": quantization, "verify": verify}
+    given |= {"tensor_parallel_size": tensor_parallel_size}
     if engine is not EngineName.VLLM and vllm_options is not None:
         raise typer.BadParameter("--vllm-options is for --engine vllm")
     with start_errors():
@@ -98,7 +93,7 @@ def serve(
     options = deployment.DeploymentOptions(
         model,
         speculative_config,
-        (engine_config or EngineConfig()).model_copy(update=changes),
+        (engine_config or EngineConfig()).model_copy(update={name: value for name, value in given.items() if value}),
         host,
         port,
         draft_workers,

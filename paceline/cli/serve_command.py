@@ -101,8 +101,8 @@ def _announce(stack: LocalStack) -> None:
     else:
         path, content = "completions", '"prompt": "1 2 3", "max_tokens": 32'
     body = f'{{"model": {json.dumps(deployment.served_model_name)}, {content}}}'
-    typer.echo(f"\nServing {deployment.served_model_name} at {deployment.url}/v1, drafts: {deployment.drafts_named}")
-    typer.echo("\nTry it in a browser:")
+    typer.echo(f"\nServing {deployment.served_model_name} at {deployment.url}/v1")
+    typer.echo(f"Drafts: {deployment.drafts_named}\n\nTry it in a browser:")
     typer.echo(f"  {deployment.url}/          the playground\n  {deployment.url}/operator  workers, queues, acceptance")
     typer.echo("\nOr from a terminal:")
     typer.echo(f"  curl {deployment.url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n")

@@ -11,6 +11,9 @@ from paceline.config.settings import Settings
 UNPLANNED_SLOTS = 16384
 Quantization = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 
+ENGINE_OPTIONS = ("trust_remote_code", "quantization", "verify")
+"""Fields of `EngineConfig` that are options of workers, too."""
+
 
 class EngineConfig(Settings):
     """The engine of one target or draft worker."""
