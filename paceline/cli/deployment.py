@@ -254,11 +254,12 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
 
 
 def _default(options: DeploymentOptions) -> SpeculativeConfig:
-    """vLLM takes drafts from workers alone; a demo page needs a worker to kill."""
+    """vLLM takes drafts from workers alone; a demo page kills a worker, without which nothing drafts."""
     default = default_speculative_config(options.model)
     if options.vllm is not None and default.draft_placement == "target":
         return SpeculativeConfig()
-    return default.model_copy(update={"draft_placement": "worker"}) if options.demo_page else default
+    here = options.demo_page and default.draft_placement == "target"
+    return SpeculativeConfig(method=default.method) if here else default
 
 
 def _numbered(device: str) -> str:

@@ -119,7 +119,7 @@ def test_any_other_model_looks_up_what_its_texts_repeat(tmp_path: Path) -> None:
 
 def test_a_demo_page_has_a_worker_to_kill(tmp_path: Path) -> None:
     deployment = plan_deployment(DeploymentOptions(str(save_checkpoint(tmp_path)), demo_page=True))
-    assert (deployment.drafts_named, len(deployment.drafts)) == ("suffix, ngram", 1)
+    assert (deployment.drafts_named, len(deployment.drafts)) == ("suffix", 1)
 
 
 def test_the_shipped_model_has_its_draft_under_vllm_too() -> None:

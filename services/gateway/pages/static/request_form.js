@@ -109,8 +109,9 @@ export class RequestForm {
   #showModel() {
     const { model, targets, drafts, max_model_len: context } = this.#models.get(byId("model").value);
     const workers = drafts.map((draft) => [nameOf(draft.method), draft.model].filter(Boolean).join(" "));
-    const methods = new Set(workers.length ? workers : targets.map((target) => nameOf(target.method)));
-    setText(byId("served"), `${model} · drafts: ${[...methods].filter(Boolean).join(", ") || "none"}`);
+    const own = workers.length ? workers : targets.map((target) => nameOf(target.method));
+    const methods = new Set([...own, ...targets.flatMap((target) => target.beside)].filter(Boolean));
+    setText(byId("served"), `${model} · drafts: ${[...methods].join(", ") || "none"}`);
     if (!context) return;
     const field = byId("max-tokens");
     field.max = context;
