@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml
 	@$(PIP) --editable '.[dev$(if $(COMPILER),,,native)]'
 	@touch $@
 
-run: setup  ## serve the demo model on this machine
+run: setup  ## serve a small model on this machine, or yours: make run ARGS=FILE.gguf
 	@$(BIN)/paceline serve $(ARGS)
 
 demo: setup  ## the same tokens, sooner: shown and measured

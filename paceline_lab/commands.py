@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import PASS_ON, become, start_errors
+from paceline.cli.options import DEFAULT_MODEL, PASS_ON, become, start_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,13 +38,20 @@ def _measured(measure: Callable[[Console], dict[str, Any]], *, quiet: bool = Fal
 
 
 def demo(
+    model: Annotated[str | None, typer.Argument(help=f"What act one serves. {DEFAULT_MODEL}")] = None,
     *,
     json_only: Annotated[bool, typer.Option("--json", help="Print nothing but the last line.")] = False,
 ) -> None:
     """Show and measure it: starts everything, compares plain with speculative decoding, prints one JSON line."""
+    from paceline.cli.model_download import default_model, download_models
     from paceline_lab.bench import demo as command
 
-    result = _measured(command.run, quiet=json_only)
+    def measure(console: Console) -> dict[str, Any]:
+        name = model or default_model()
+        download_models(name)
+        return command.run(console, name)
+
+    result = _measured(measure, quiet=json_only)
     raise typer.Exit(0 if result["identical"] else 1)
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from paceline.config import AUTO, DETECT, EngineConfig, SpeculativeConfig
+from paceline.config.engine_config import ENGINE_OPTIONS
 from paceline.drafting import Speculator, TargetWeightsProvider, build_speculator
 from paceline.ipc.model_process import StartFailed
 from paceline.ipc.pipe import Pipe, PipeClosedError
@@ -38,11 +39,8 @@ def run_model_process(kind: str, serve: Callable[[Pipe, argparse.Namespace], Non
         try:
             options = pipe.receive_first(argparse.Namespace)
             logs.configure(kind, options.worker_id, options.log_level.upper())
-            flags = [name for name in ("trust_remote_code", "verify") if getattr(options, name)]
-            changes: dict[str, object] = dict.fromkeys(flags, True)
-            if options.quantization is not None:
-                changes["quantization"] = options.quantization
-            options.engine_config = options.engine_config.model_copy(update=changes)
+            given = {name: value for name in ENGINE_OPTIONS if (value := getattr(options, name))}
+            options.engine_config = options.engine_config.model_copy(update=given)
             torch.set_num_threads(options.engine_config.threads)
             serve(pipe, options)
         except PipeClosedError:

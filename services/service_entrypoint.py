@@ -19,13 +19,13 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.config_file import ConfigFileError, as_arguments, read
-from paceline.config.engine_config import Quantization
+from paceline.config.engine_config import ENGINE_OPTIONS
 from paceline.config.validation_messages import first_error
 from paceline.ipc.model_process import ModelProcess, model_process
 from paceline.launcher import COULD_NOT_START, FAILED, StartError
@@ -93,9 +93,11 @@ def worker_parser(kind: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--worker-id", default=f"{kind}-{secrets.token_hex(3)}")
     parser.add_argument("--speculative-config", default="{}", metavar="JSON", type=json_option(SpeculativeConfig))
     parser.add_argument("--engine-config", default="{}", metavar="JSON", type=json_option(EngineConfig))
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
-    parser.add_argument("--quantization", choices=get_args(Quantization), help="pack weights at load, for CPUs")
-    parser.add_argument("--verify", action="store_true", help="compare native code with transformers first")
+    for name in ENGINE_OPTIONS:
+        field = EngineConfig.model_fields[name]
+        values = get_args(next(iter(get_args(field.annotation)), None))  # of a Literal, which may also be None
+        form: dict[str, Any] = {"choices": values} if values else {"action": "store_true"}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=field.description, **form)
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there; 0: any")
     add_tracing_options(parser)

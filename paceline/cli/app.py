@@ -12,6 +12,7 @@ import typer
 import paceline
 from paceline.cli.keys_command import keys
 from paceline.cli.options import (
+    DEFAULT_MODEL,
     PASS_ON,
     Config,
     Engine,
@@ -52,7 +53,7 @@ def options(
 
 @main.command()
 def serve(
-    model: Annotated[str, typer.Argument(help=MODEL)] = "pydoc",
+    model: Annotated[str | None, typer.Argument(help=f"{MODEL} {DEFAULT_MODEL}")] = None,
     speculative_config: Speculation = None,
     engine_config: Engine = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -80,21 +81,19 @@ def serve(
     """Serve a model on this machine: gateway, targets, drafts and Redis, restarted when they die."""
     from paceline.cli import deployment
     from paceline.cli import serve_command as command
-    from paceline.cli.model_download import download_models
+    from paceline.cli.model_download import default_model, download_models
 
-    changes: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
-    if verify:
-        changes["verify"] = True
-    if quantization is not None:
-        changes["quantization"] = quantization
-    if tensor_parallel_size is not None:
-        changes["tensor_parallel_size"] = tensor_parallel_size
+    given: dict[str, object] = {"trust_remote_code": trust_remote_code, "quantization": quantization, "verify": verify}
+    given |= {"tensor_parallel_size": tensor_parallel_size}
     if engine is not EngineName.VLLM and vllm_options is not None:
         raise typer.BadParameter("--vllm-options is for --engine vllm")
+    with start_errors():
+        model = model or default_model()
+        download_models(model, speculative_config)
     options = deployment.DeploymentOptions(
         model,
         speculative_config,
-        (engine_config or EngineConfig()).model_copy(update=changes),
+        (engine_config or EngineConfig()).model_copy(update={name: value for name, value in given.items() if value}),
         host,
         port,
         draft_workers,
@@ -108,7 +107,6 @@ def serve(
         demo_page,
     )
     with start_errors():
-        download_models(model, speculative_config)
         code = command.serve(deployment.plan_deployment(options), redis_url)
     raise typer.Exit(code)
 

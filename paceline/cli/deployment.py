@@ -114,6 +114,14 @@ class Deployment(DeploymentOptions):
         return [[self._gateway(redis_url, demo_socket)], list(chain(*targets)), list(chain(*drafts))]
 
     @property
+    def drafts_named(self) -> str:
+        """The methods that draft, with the name of the draft model if there is one."""
+        if not self.speculation.enabled:
+            return "none"
+        model = () if self.speculation.model is None else (f"({Path(self.speculation.model).name})",)
+        return ", ".join((" ".join((self.speculation.method, *model)), *self.speculation.beside))
+
+    @property
     def _names(self) -> tuple[str, ...]:
         return ("--model", self.model, "--served-model-name", self.served_model_name)
 
@@ -246,9 +254,12 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
 
 
 def _default(options: DeploymentOptions) -> SpeculativeConfig:
-    """vLLM takes drafts from workers alone."""
+    """vLLM takes drafts from workers alone; a demo page kills a worker, without which nothing drafts."""
     default = default_speculative_config(options.model)
-    return SpeculativeConfig() if options.vllm is not None and default.draft_placement == "target" else default
+    if options.vllm is not None and default.draft_placement == "target":
+        return SpeculativeConfig()
+    here = options.demo_page and default.draft_placement == "target"
+    return SpeculativeConfig(method=default.method) if here else default
 
 
 def _numbered(device: str) -> str:

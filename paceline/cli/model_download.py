@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from paceline import family
 from paceline.config import SpeculativeConfig
 from paceline.launcher import StartError
-from paceline.published_models import PUBLISHED, NotAvailableError, download, downloaded
+from paceline.published_models import PUBLISHED, SMOLLM2, NotAvailableError, download, downloaded
 
 
 def download_models(model: str, speculation: SpeculativeConfig | None = None) -> None:
@@ -32,6 +33,11 @@ def available(name: str, fallback: str | None) -> str:
         typer.echo(f"{error}; {fallback} takes its place", err=True)
         return fallback
     return name
+
+
+def default_model() -> str:
+    """What is served where no model is named: a published model, or the shipped one if it cannot be downloaded."""
+    return available(SMOLLM2, family.NAMES[0])
 
 
 def offers() -> list[str]:

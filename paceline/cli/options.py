@@ -19,6 +19,7 @@ from paceline.config.validation_messages import first_error
 from paceline.config.vllm_options import VllmOptions
 from paceline.launcher import COULD_NOT_START, StartError
 
+DEFAULT_MODEL = "Without one: smollm2-135m-instruct, or pydoc, which ships, if that cannot be downloaded."
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 

@@ -19,6 +19,7 @@ from paceline.cli.local_stack import LocalStack, running_stack
 from paceline.cli.model_download import offers
 from paceline.cli.supervisor import Supervisor
 from paceline.family import NAMES
+from paceline.published_models import PUBLISHED
 from paceline.telemetry.logs import LineFormatter
 
 log = logging.getLogger(__name__)
@@ -94,16 +95,18 @@ def _progress(console: Console) -> Iterator[Callable[[Collection[str]], None]]:
 def _announce(stack: LocalStack) -> None:
     """Print the URL, the pages, and a command that tries it."""
     deployment = stack.deployment
-    if deployment.served_model_name in NAMES:
+    offered = deployment.served_model_name in (*NAMES, *PUBLISHED)
+    if offered:
         path, content = "chat/completions", '"messages": [{"role": "user", "content": "What does json.dumps do?"}]'
     else:
         path, content = "completions", '"prompt": "1 2 3", "max_tokens": 32'
     body = f'{{"model": {json.dumps(deployment.served_model_name)}, {content}}}'
-    typer.echo(f"\nServing {deployment.served_model_name} at {deployment.url}/v1\n\nTry it in a browser:")
+    typer.echo(f"\nServing {deployment.served_model_name} at {deployment.url}/v1")
+    typer.echo(f"Drafts: {deployment.drafts_named}\n\nTry it in a browser:")
     typer.echo(f"  {deployment.url}/          the playground\n  {deployment.url}/operator  workers, queues, acceptance")
     typer.echo("\nOr from a terminal:")
     typer.echo(f"  curl {deployment.url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n")
-    if deployment.served_model_name == NAMES[0]:
+    if offered:
         typer.echo("Other models are downloaded once: `paceline serve NAME`, or name a GGUF file or a folder of yours")
         typer.echo("".join(f"  {offer}\n" for offer in offers()))
 

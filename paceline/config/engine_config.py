@@ -12,6 +12,9 @@ UNPLANNED_SLOTS = 16384
 Quantization = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 KVCacheDtype = Literal["auto", "int8"]
 
+ENGINE_OPTIONS = ("trust_remote_code", "quantization", "verify")
+"""Fields of `EngineConfig` that are options of workers, too."""
+
 
 class EngineConfig(Settings):
     """The engine of one target or draft worker."""

@@ -296,3 +296,5 @@ class TargetDescription:
     """What routing rules may ask for, each KEY=VALUE."""
     features: Sequence[str] = ()
     """What the worker can do, see `paceline.target_features`. Empty: what every worker can (an older worker)."""
+    beside: Sequence[str] = ()
+    """Further methods, which draft inside the target."""

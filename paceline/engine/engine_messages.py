@@ -55,3 +55,5 @@ class EngineInfo:
     """Of full passes, as estimated at start-up; 0: unknown."""
     features: Sequence[str] = ()
     """See `paceline.target_features`."""
+    beside: Sequence[str] = ()
+    """Further methods than `method`, which draft inside the target."""

@@ -12,7 +12,7 @@ class TargetServiceDescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TargetServiceDescribeResponse(_message.Message):
-    __slots__ = ("worker_id", "model", "vocabulary_fingerprint", "vocabulary_size", "max_model_len", "slots", "rows_invariant", "eos_token_ids", "method", "numerics", "labels", "features")
+    __slots__ = ("worker_id", "model", "vocabulary_fingerprint", "vocabulary_size", "max_model_len", "slots", "rows_invariant", "eos_token_ids", "method", "numerics", "labels", "features", "beside")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class TargetServiceDescribeResponse(_message.Message):
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     vocabulary_fingerprint: str
@@ -37,7 +38,8 @@ class TargetServiceDescribeResponse(_message.Message):
     numerics: str
     labels: _containers.RepeatedScalarFieldContainer[str]
     features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., slots: _Optional[int] = ..., rows_invariant: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., numerics: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+    beside: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., slots: _Optional[int] = ..., rows_invariant: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., numerics: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[str]] = ..., beside: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SubmitFrame(_message.Message):
     __slots__ = ("submits", "cancels")

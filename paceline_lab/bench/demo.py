@@ -1,24 +1,25 @@
 """`paceline demo`: the same tokens, sooner, in two acts.
 
-Act one serves the shipped model at its own speed. Act two serves the *widened* family: the same model padded with zeros
-to 188 million parameters (`paceline_lab.training.family.widened_family`), written to a temporary folder for this run.
-The shipped model is so small that a draft has little to save; the widened one costs what a larger model costs.
+Act one serves a published model, or the one that is named, with the drafts that `paceline serve` gives it. Its answers
+are edits of code, which repeat their prompts, and answers to questions, which do not. Act two serves the *widened*
+family: the shipped model padded with zeros to 188 million parameters (`paceline_lab.training.family.widened_family`),
+written to a temporary folder for this run, with its trained draft in a draft worker.
 
-Each act starts the whole stack, as `paceline serve` does for the shipped model, and requests code completions, act one
-answers to questions as well; one request at a time, greedy and at temperature 0.8. Each prompt is decoded with
-speculation and without it, on one engine, in turns, so other load on the machine slows both alike. Tokens must be
-equal. Speeds are medians over requests:
+Each act starts the whole stack, as `paceline serve` does; one request at a time, greedy and at temperature 0.8. Each
+prompt is decoded with speculation and without it, on one engine, in turns, so other load on the machine slows both
+alike. Tokens must be equal. Suffix lookups keep no finished request. Speeds are medians over requests:
 
 - `*_tokens_per_s` on the target's own clock, from a request's arrival to its last token, prompt included;
 - `*_tokens_per_s_http` on the client's clock, which adds gateway, HTTP and event streams;
 - `speedup` is the ratio of the two medians, `speedup_http` that of the other two;
 - `acceptance_length` is the number of accepted tokens per verification, without the bonus token.
 
-Each prompt is decoded once before anything is measured, so both find it in the prefix cache.
+Each prompt is computed once before anything is measured, so both find it in the prefix cache.
 
 Ctrl-C ends the demo with what was measured so far.
 
-The last line is one JSON document. At its top are the figures of act one, under `widened` the same of act two:
+The last line is one JSON document. At its top are `model` and the figures of act one, under `widened` the same of act
+two:
 
 - `workloads`: the speeds above;
 - `identical`: whether plain and speculative tokens were equal for every prompt; at the top, of both acts;
@@ -50,22 +51,21 @@ from paceline.cli.process_tree import tree_pss_mb
 from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.cli.token_colours import LEGEND, TokenPainter, served_summary
 from paceline_lab.bench.bench_measurement import Measurement
-from paceline_lab.bench.workloads import Workload, workloads
+from paceline_lab.bench.workloads import Workload, repetitive_workloads, workloads
 
 TEMPERATURES = (0.0, 0.8)
 SEED = 7
-MAX_TOKENS = 96
 
 
 @dataclass(frozen=True, slots=True)
 class DemoAct:
-    """One stack and its requests. `repetitions`: of each prompt, plain and speculative each."""
+    """One stack and its requests."""
 
     title: str
     intro: str
     deployment: DeploymentOptions
     workloads: Sequence[Workload]
-    repetitions: int
+    max_tokens: int
 
 
 @dataclass(slots=True)
@@ -151,22 +151,22 @@ class DemoFigures:
         }
 
 
-def run(console: Console) -> dict[str, Any]:
-    """Play both acts; return the JSON document, whose `widened` is None if act two was not played.
+def run(console: Console, model: str) -> dict[str, Any]:
+    """Play both acts, the first with `model`; return the JSON document. Its `widened` is None without act two.
 
     Raises `StartError` or `StateError`.
     """
     began = time.monotonic()
     one, two = DemoFigures(), DemoFigures()
     with results_kept_on_interrupt(console), TemporaryDirectory(prefix="paceline-demo-") as folder:
-        asyncio.run(play(console, _act_one(), one, began))
+        asyncio.run(play(console, _act_one(model), one, began))
         act_two = _act_two(_widened_target(console, Path(folder)))
         asyncio.run(play(console, act_two, two, time.monotonic()))
     acts = [one, two] if two.outputs else [one]
     console.print(Rule(characters="═"), verdict(acts), style="bold")
     identical = all(act.same == act.outputs for act in acts)
     widened = two.as_json() if two.outputs else None
-    return {**one.as_json(), "identical": identical, "widened": widened}
+    return {"model": model, **one.as_json(), "identical": identical, "widened": widened}
 
 
 def verdict(acts: Sequence[DemoFigures]) -> str:
@@ -176,25 +176,27 @@ def verdict(acts: Sequence[DemoFigures]) -> str:
     return f"{same} of {outputs} outputs identical, up to {best:.1f} × sooner"
 
 
-def _act_one() -> DemoAct:
+def _act_one(model: str) -> DemoAct:
+    speculation = default_speculative_config(model).model_copy(update={"suffix_decoding_max_cached_requests": 0})
+    known = {each.name: each for each in (*repetitive_workloads(), *workloads())}
     return DemoAct(
-        "Act one: the shipped model",
-        "The shipped model at its own speed: a pass takes so little time that drafts can save hardly any of it.",
-        DeploymentOptions(),
-        workloads(),
-        repetitions=3,
+        f"Act one: {model}",
+        "Edits repeat their prompt, so most guesses are right. Answers to questions do not.",
+        DeploymentOptions(model, speculation),
+        [known["code editing"], known["question answering"]],
+        max_tokens=48,
     )
 
 
 def _act_two(target: Path) -> DemoAct:
-    """Code alone, and each prompt once: an answer takes several times as long as in act one."""
+    """Code alone, for which the shipped draft was trained."""
     return DemoAct(
         "Act two: the widened model",
-        "The same model, padded with zeros to 188 million parameters in a temporary folder: the same words at the cost "
-        "of a larger model, whose passes take long enough for drafts to save time.",
+        "The shipped model, padded with zeros to 188 million parameters in a temporary folder: the same words at the "
+        "cost of a larger model. A small model, trained for it, drafts in a draft worker.",
         DeploymentOptions(str(target), default_speculative_config(TARGET)),
         workloads()[:1],
-        repetitions=1,
+        max_tokens=64,
     )
 
 
@@ -212,33 +214,31 @@ async def play(console: Console, act: DemoAct, figures: DemoFigures, began: floa
     console.print(Rule(f"[bold]{act.title}[/bold]", characters="═"))
     console.print(act.intro)
     deployment = plan_deployment(act.deployment)
+    console.print(f"model: {deployment.served_model_name}, drafts: {deployment.drafts_named}")
     async with ready_stack(deployment, console) as stack, open_client(stack.deployment.url) as client:
         figures.ready_s = time.monotonic() - began
         console.print(f"ready after {figures.ready_s:.1f} s ·", LEGEND)
         try:
             for workload, temperature in product(act.workloads, TEMPERATURES):
                 figures.runs.append(DemoRuns(workload, temperature))
-                await _run(client, console, figures.runs[-1], act.repetitions)
+                await _run(client, console, figures.runs[-1], act.max_tokens)
         finally:
             figures.rss_mb = tree_pss_mb()
 
 
-async def _run(client: HttpClient, console: Console, runs: DemoRuns, repetitions: int) -> None:
+async def _run(client: HttpClient, console: Console, runs: DemoRuns, max_tokens: int) -> None:
     """Show the first prompt's answer, then measure all prompts."""
     path, temperature = runs.workload.path, runs.temperature
     console.print(Rule(f"{runs.workload.name}, temperature {temperature:g}"))
-    sampling = {"temperature": temperature, "seed": SEED, "max_tokens": MAX_TOKENS}
+    sampling = {"temperature": temperature, "seed": SEED, "max_tokens": max_tokens}
     bodies = [body | sampling for body in runs.workload.bodies]
     shown = await client.stream(path, bodies[0], TokenPainter(console))
     console.print(f"\n\n[dim]{served_summary(shown)}[/dim]")
     with progress(console, "prompts, plain and speculative in turns", len(bodies)) as done:
         for prompt, body in enumerate(bodies):
-            await client.stream(path, body)  # fills the prefix cache
-            for _ in range(repetitions):
-                plain = await client.collect(path, body | {"speculative": False})
-                speculative = await client.collect(path, body)
-                runs.plain.add(prompt, plain)
-                runs.speculative.add(prompt, speculative)
+            await client.collect(path, body | {"max_tokens": 1})  # fills the prefix cache
+            runs.plain.add(prompt, await client.collect(path, body | {"speculative": False}))
+            runs.speculative.add(prompt, await client.collect(path, body))
             done()
     row = runs.row()
     console.print(
@@ -246,7 +246,6 @@ async def _run(client: HttpClient, console: Console, runs: DemoRuns, repetitions
         f"[bold]{row['speedup']:.2f} ×[/bold] (over HTTP {row['speedup_http']:.2f} ×)"
     )
     if runs.same == runs.outputs:
-        each = (len(runs.plain.served.speeds) + len(runs.speculative.served.speeds)) // runs.outputs
-        console.print(f"identical output: {runs.outputs} prompts, {each} answers each", style="green")
+        console.print(f"identical output: {runs.outputs} prompts, plain and speculative", style="green")
     else:
         console.print("OUTPUT DIFFERS between plain and speculative decoding", style="bold red")

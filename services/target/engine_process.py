@@ -104,6 +104,7 @@ def model_facts(engine: Engine, speculation: SpeculativeConfig) -> EngineInfo:
         numerics=model.numerics,
         rows_per_s=engine.rows_per_s,
         features=all_features(),
+        beside=speculation.beside,
     )
 
 

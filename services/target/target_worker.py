@@ -102,6 +102,7 @@ def target_description(info: EngineInfo, options: argparse.Namespace) -> TargetD
         numerics=info.numerics,
         labels=options.labels,
         features=info.features,
+        beside=info.beside,
     )
 
 

@@ -32,7 +32,7 @@ WORKERS = 300
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The shipped model with its draft worker, as a demo."""
-    with serving("--port", "0", "--demo-page") as served:
+    with serving("pydoc", "--port", "0", "--demo-page") as served:
         yield served.wait_for(r"Serving pydoc at (\S+)/v1")[1]
 
 
@@ -57,6 +57,7 @@ async def test_a_race_shows_that_the_tokens_are_the_same(browser: Browser, url: 
     async with visit(browser, url) as visited:
         page = visited.page
         await race(page)
+        assert await page.locator("#served").inner_text() == "pydoc · drafts: draft model pydoc-draft, ngram"
         verdict = await page.locator(".verdict").inner_text()
         assert re.match(r"Identical\. All \d+ token ids are equal\.", verdict)
         plain, fast = [await lane.inner_text() for lane in await page.locator(".lane .text").all()]

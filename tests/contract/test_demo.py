@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from paceline.cli.cpu_affinity import available
 from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline_lab.bench.demo import TEMPERATURES, DemoAct, DemoFigures, play, verdict
-from paceline_lab.bench.workloads import Workload, workloads
+from paceline_lab.bench.workloads import Workload
 
 SPEEDS = ("plain_tokens_per_s", "speculative_tokens_per_s", "plain_tokens_per_s_http", "speculative_tokens_per_s_http")
 MEASURED = {"name", "temperature", *SPEEDS, "speedup", "speedup_http", "acceptance_length"}
@@ -32,7 +33,7 @@ async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
         "What it shows.",
         DeploymentOptions("table:64", SpeculativeConfig(method="ngram"), EngineConfig(cpus=tuple(before[:1]))),
         [Workload("counting", "/v1/completions", [{"prompt": "1 2 3"}])],
-        repetitions=1,
+        max_tokens=96,
     )
     figures = DemoFigures()
     await play(Console(file=(shown := io.StringIO())), act, figures, time.monotonic())
@@ -45,7 +46,7 @@ async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
     assert all(row[speed] > 0 for row in document["workloads"] for speed in SPEEDS)
     assert "Title" in shown.getvalue()
     assert "What it shows." in shown.getvalue()
-    assert shown.getvalue().count("identical output: 1 prompts, 2 answers each") == len(TEMPERATURES)
+    assert shown.getvalue().count("identical output: 1 prompts, plain and speculative") == len(TEMPERATURES)
     assert available() == before
 
 
@@ -53,17 +54,19 @@ async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_both_acts_through_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from paceline.cli import main; main()", "demo"]
+    command = [sys.executable, "-c", "from paceline.cli import main; main()", "demo", "pydoc"]
     ran = subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
     assert ran.returncode == 0
     shown, last = ran.stdout.strip().rsplit("\n", 1)
-    assert shown.index("Act one: the shipped model") < shown.index("Act two: the widened model")
+    assert shown.index("Act one: pydoc") < shown.index("Act two: the widened model")
     assert "188 million parameters in a temporary folder" in " ".join(shown.split())
     document = json.loads(last)
+    assert document.pop("model") == "pydoc"
     widened = document.pop("widened")
     assert set(document) == set(widened) == FIGURES
     assert document["identical"] is widened["identical"] is True
-    assert _cases(document) == [(each.name, temperature) for each in workloads() for temperature in TEMPERATURES]
+    assert document["same"] + widened["same"] == 24
+    assert _cases(document) == list(product(("code editing", "question answering"), TEMPERATURES))
     assert _cases(widened) == [("code completion", temperature) for temperature in TEMPERATURES]
     for measured in (*document["workloads"], *widened["workloads"]):
         assert set(measured) == MEASURED

@@ -252,7 +252,7 @@ def test_load(load: EngineLoad) -> None:
 
 def test_descriptions() -> None:
     target = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram", "native avx2; float32")
-    target = replace(target, labels=["pool=long"], features=["prompt_logprobs"])
+    target = replace(target, labels=["pool=long"], features=["prompt_logprobs"], beside=["ngram"])
     assert target_codec.decode_target_description(target_codec.encode_target_description(target)) == target
     facts = SpeculatorFacts("custom", "m", "f", 4096, (0, 3, 7), 2048)
     draft = draft_codec.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)

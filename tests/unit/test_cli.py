@@ -11,14 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.cli import main, process_tree
+from paceline.cli.deployment import DeploymentOptions
 from paceline.cli.http_client import HttpCompletion
 from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.cli.token_colours import ACCEPTED, BONUS, TokenPainter, served_summary
 from paceline.doctor.default_prompts import CODE_FILES, code_prompts
+from paceline.published_models import PUBLISHED, SMOLLM2
 from paceline_lab.bench import control_plane
 from paceline_lab.bench.demo import DemoRuns
 from paceline_lab.bench.workloads import Workload, workloads
@@ -80,6 +83,37 @@ def test_what_cannot_be_downloaded_is_replaced(monkeypatch: pytest.MonkeyPatch, 
     assert (result.exit_code, result.stdout) == (0, "pydoc\n")
     assert "pydoc takes its place" in result.stderr
     assert CliRunner().invoke(main, ["serve", "smollm2-135m-instruct"]).exit_code == 2
+
+
+def test_without_a_name_a_published_model_is_served_or_the_shipped_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model that is named is not looked for; a published one in the cache folder is not asked for again."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    served: list[str] = []
+
+    def stop(options: DeploymentOptions) -> None:
+        served.append(options.model)
+        raise typer.Exit
+
+    monkeypatch.setattr("paceline.cli.deployment.plan_deployment", stop)
+    monkeypatch.setattr("paceline_lab.bench.demo.run", lambda _, model: {"identical": True, "model": model})
+
+    def words_of(*command: str) -> str:
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0
+        return result.output
+
+    assert words_of("serve", "mine.gguf") == ""
+    assert "pydoc takes its place" in words_of("serve")
+    model = PUBLISHED[SMOLLM2]
+    (tmp_path / "models").mkdir(exist_ok=True)
+    with (tmp_path / "models" / model.file).open("wb") as file:
+        file.truncate(model.size)
+    assert words_of("serve") == ""
+    assert served == ["mine.gguf", "pydoc", SMOLLM2]
+    assert [json.loads(words_of("demo", *name))["model"] for name in ((), ("mine.gguf",))] == [SMOLLM2, "mine.gguf"]
 
 
 def test_ctrl_c_ends_the_measurement_only() -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from paceline.cli import main
 from paceline.config import EngineConfig, SamplingParams, Settings, SpeculativeConfig, SpeculativeOptions
 from paceline.config.config_file import ConfigFileError, as_arguments, read
+from paceline.config.engine_config import ENGINE_OPTIONS
 from paceline.config.method_names import METHODS, DraftMethod
 from paceline_services.draft.__main__ import parse_options as draft
 from paceline_services.gateway.__main__ import parse as gateway
@@ -356,3 +357,14 @@ def test_switches_and_lists_become_arguments() -> None:
     values = {"trust_remote_code": True, "quiet": False, "model": ["a", "b"], "engine_config": {"slots": 512}}
     arguments = ["--trust-remote-code", "--model=a", "--model=b", '--engine-config={"slots": 512}']
     assert as_arguments(values) == arguments
+
+
+def test_a_worker_takes_fields_of_the_engine_as_options() -> None:
+    options = target(["--model=pydoc", "--verify", "--quantization=q8_0"])
+    assert {name: getattr(options, name) for name in ENGINE_OPTIONS} == {
+        "trust_remote_code": False,
+        "quantization": "q8_0",
+        "verify": True,
+    }
+    with pytest.raises(SystemExit):
+        target(["--model=pydoc", "--quantization=q9"])

@@ -106,17 +106,20 @@ def test_drafts_run_where_the_configuration_says(speculation: SpeculativeConfig 
 
 
 def test_the_shipped_model_comes_with_its_draft() -> None:
-    speculation = plan_deployment(DeploymentOptions()).speculation
-    assert speculation.method == "draft_model"
-    assert Path(str(speculation.model)).name == "pydoc-draft"
+    assert plan_deployment(DeploymentOptions()).drafts_named == "draft_model (pydoc-draft), ngram"
 
 
 def test_any_other_model_looks_up_what_its_texts_repeat(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path)
     deployment = plan_deployment(DeploymentOptions(str(folder)))
-    assert (deployment.speculation.method, deployment.drafts) == ("suffix", {})
-    assert not plan_deployment(DeploymentOptions(str(folder), vllm=VllmOptions())).speculation.enabled
+    assert (deployment.drafts_named, deployment.drafts) == ("suffix, ngram", {})
+    assert plan_deployment(DeploymentOptions(str(folder), vllm=VllmOptions())).drafts_named == "none"
     assert not plan_deployment(DeploymentOptions("table:64")).speculation.enabled
+
+
+def test_a_demo_page_has_a_worker_to_kill(tmp_path: Path) -> None:
+    deployment = plan_deployment(DeploymentOptions(str(save_checkpoint(tmp_path)), demo_page=True))
+    assert (deployment.drafts_named, len(deployment.drafts)) == ("suffix", 1)
 
 
 def test_the_shipped_model_has_its_draft_under_vllm_too() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +66,24 @@ def test_the_example_of_a_parameter_applies_to_the_code_as_it_is() -> None:
     """If it does not: apply it by hand, run its tests, and write it again with `git diff -U2`."""
     example = "docs/examples/epsilon_cutoff.diff"
     subprocess.run(["git", "apply", "--check", example], cwd=house.ROOT, check=True)
+
+
+def test_the_figures_of_published_models_are_those_of_their_run() -> None:
+    run = json.loads((house.ROOT / "benchmarks" / "real.json").read_text())
+    table = (house.ROOT / "README.md").read_text().partition("| tokens/s: llama.cpp")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    loads = {"short": "plain", "batch8": "batch8", "prompt_512": "prompt_512", "prompt_4096": "prompt_4096"}
+    loads |= {"code": "best_code", "edits": "best_edits"}
+    expected = [[_speeds(run, model, load, ratio) for model in run["real"]] for load, ratio in loads.items()]
+    expected.append([f"{ratios['speculative_chat_08']:.2f}" for ratios in run["real"].values()])
+    starts = {name: f"{start['first_token_s']:.1f}" for name, start in run["starts"].items()}
+    expected.append([f"{starts[f'{model}, llama.cpp']} · {starts[f'{model}, paceline']}" for model in run["real"]])
+    assert [cells for _, *cells in rows] == expected
+
+
+def _speeds(run: dict[str, Any], model: str, load: str, ratio: str) -> str:
+    """The fastest method's tokens per second of both engines, and their ratio."""
+    rows = [row for row in run["rows"] if (row["model"], row["load"]) == (model, load)]
+    engines = ("llama.cpp", "paceline")
+    fastest = [max(row["tokens_per_s"] for row in rows if row["engine"] == engine) for engine in engines]
+    return f"{' · '.join(f'{each:,.0f}' for each in fastest)} ({run['real'][model][ratio]:.2f})"

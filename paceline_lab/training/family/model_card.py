@@ -124,7 +124,7 @@ A head for `pydoc`, of {parameters} parameters: method `{method}`, in the layout
 from the target's hidden states, and is of no use without it:
 
 ```
-paceline serve --speculative-config '{{"method": "{method}", "model": "{name}"}}'
+paceline serve pydoc --speculative-config '{{"method": "{method}", "model": "{name}"}}'
 ```
 
 | | |

@@ -109,6 +109,7 @@ def _target(target: TargetConnection) -> Json:
         "address": target.record.address,
         "state": _target_state(target),
         "method": description.method,
+        "beside": list(description.beside),
         "labels": list(description.labels),
         "slots": description.slots,
         "free_slots": load.free_slots if load else registered_load.get("free_slots", description.slots),
@@ -132,7 +133,8 @@ def _breaker_state(breaker: Breaker) -> str:
 def _unreached(key: str) -> Json:
     worker_id, _, address = key.rpartition("@")
     empty: Mapping[str, float] = dict.fromkeys(("slots", "free_slots", "running", "waiting", "step_s"), 0)
-    return {"id": worker_id, "address": address, "state": "not reached", "method": "", "labels": [], **empty}
+    worker = {"id": worker_id, "address": address, "state": "not reached"}
+    return {**worker, "method": "", "beside": [], "labels": [], **empty}
 
 
 def _draft(worker: RegisteredWorker, breaker: Breaker) -> Json:

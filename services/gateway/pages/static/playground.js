@@ -252,8 +252,7 @@ async function main() {
   try {
     const settings = await pageSettings();
     if (settings.requires_key) await requireKey();
-    const models = (await requestJson("/v1/models")).data;
-    new Playground(models, settings);
+    new Playground((await requestJson("/operator/state")).models, settings);
   } catch (error) {
     byId("welcome").replaceChildren(el("p", { class: "trouble", role: "alert" }, error.message));
   }

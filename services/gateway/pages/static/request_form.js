@@ -1,5 +1,6 @@
 // The form: what to run, as a request body.
 
+import { nameOf } from "./completion.js";
 import { byId, el, setText } from "./dom.js";
 
 // By kind of request. `first`: the kind that a model shows best.
@@ -15,7 +16,12 @@ const PYDOC = {
 const NUMBERS = { first: "completion", chat: ["1 2 3"], completion: ["1 2 3", "7 8 9 7 8 9"] };
 const GENERAL = {
   first: "chat",
-  chat: ["Explain in three sentences how a hash table works.", "Write a limerick about a fast turtle."],
+  chat: [
+    "Rename a to x and b to y, and print all the code:\n\n" +
+      "def add(a, b):\n    return a + b\n\ndef mul(a, b):\n    return a * b\n",
+    "Explain in three sentences how a hash table works.",
+    "Write a limerick about a fast turtle.",
+  ],
   completion: ["def fibonacci(n):\n", "Once upon a time"],
 };
 
@@ -23,19 +29,19 @@ export class RequestForm {
   #form = byId("request");
   #prompt = byId("prompt");
   #example = "";
-  // By model: the most tokens of prompt and output together; null where the gateway does not know.
-  #contexts;
+  // By name, as the operator's page has them. `max_model_len`: null where the gateway does not know.
+  #models;
 
   constructor(models) {
-    this.#contexts = new Map(models.map((model) => [model.id, model.max_model_len]));
-    byId("model").replaceChildren(...models.map((model) => el("option", { value: model.id }, model.id)));
-    this.#form.elements.kind.value = examplesFor(models[0].id).first;
+    this.#models = new Map(models.map((model) => [model.model, model]));
+    byId("model").replaceChildren(...models.map(({ model }) => el("option", { value: model }, model)));
+    this.#form.elements.kind.value = examplesFor(models[0].model).first;
     this.#form.addEventListener("change", () => this.#showKind());
     byId("temperature").addEventListener("input", () => this.#showTemperature());
-    byId("model").addEventListener("change", () => this.#limitTokens());
+    byId("model").addEventListener("change", () => this.#showModel());
     this.#showTemperature();
     this.#showKind();
-    this.#limitTokens();
+    this.#showModel();
     if (matchMedia("(max-width: 60rem)").matches) byId("settings").open = false;
   }
 
@@ -99,10 +105,15 @@ export class RequestForm {
     return { enabled: null, num_speculative_tokens: number("depth"), max_tree_nodes: number("nodes") };
   }
 
-  // No more tokens than the model's context; by default half of it at most.
-  #limitTokens() {
-    const [field, context] = [byId("max-tokens"), this.#contexts.get(byId("model").value)];
+  // Its name, what drafts for it, and no more tokens than its context; by default half of it at most.
+  #showModel() {
+    const { model, targets, drafts, max_model_len: context } = this.#models.get(byId("model").value);
+    const workers = drafts.map((draft) => [nameOf(draft.method), draft.model].filter(Boolean).join(" "));
+    const own = workers.length ? workers : targets.map((target) => nameOf(target.method));
+    const methods = new Set([...own, ...targets.flatMap((target) => target.beside)].filter(Boolean));
+    setText(byId("served"), `${model} · drafts: ${[...methods].join(", ") || "none"}`);
     if (!context) return;
+    const field = byId("max-tokens");
     field.max = context;
     field.value = Math.min(Number(field.value), Math.floor(context / 2));
   }
