@@ -68,7 +68,7 @@ def _native_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
 
 
 def _torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not _onednn_computes_in(weight.dtype):
         return lambda x: F.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, GROUP)
 
@@ -79,6 +79,12 @@ def _torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Te
         return y[: len(x)]
 
     return partial(chunked_product, product)
+
+
+def _onednn_computes_in(dtype: torch.dtype) -> bool:
+    """oneDNN refuses bf16 on a CPU that has no AVX-512 (torch 2.13)."""
+    available = torch.backends.mkldnn.is_available()
+    return available and (dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
 class RotaryEmbedding:
