@@ -88,7 +88,7 @@ class Attention {
 #ifdef __AVX512F__
     static constexpr int MOST_QUERIES = 8;  // 16 of 32 registers hold sums
 #else
-    static constexpr int MOST_QUERIES = 2;
+    static constexpr int MOST_QUERIES = 4;
 #endif
 
    public:

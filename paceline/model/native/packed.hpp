@@ -486,7 +486,6 @@ inline PartInts dot(PartInts sum, const PartWords* codes, const uint8_t* x) {
 #pragma GCC unroll 8
     for (int i = 0; i < VECTORS; i += AT_ONCE) {
         PartBytes some = pairs((PartBytes)codes[i], every_word(x + 4 * i));
-#pragma GCC unroll 8
         for (int j = i + 1; j < std::min(VECTORS, i + AT_ONCE); j++)
             some = add_pairs(some, pairs((PartBytes)codes[j], every_word(x + 4 * j)));
         sum += (PartInts)sum_pairs(some);
@@ -533,6 +532,8 @@ inline void panel_product(const uint8_t* w, int units, const uint8_t* x, int row
             const int32_t* integers = (const int32_t*)(floats + 2 * R);
 #pragma GCC unroll 1
             for (int part = 0; part < PARTS; part++) {
+                const uint8_t* codes = x;
+                asm("" : "+r"(codes));  // or GCC loads the inputs of all rows before, which do not fit the registers
                 PartWords v[BLOCK_VECTORS];
                 BlockScales s;
                 L::load_codes(w + L::SCALE_BYTES + b * L::BLOCK_BYTES + 4 * PART * part, v);
@@ -541,7 +542,7 @@ inline void panel_product(const uint8_t* w, int units, const uint8_t* x, int row
                 L::load_scales(typename L::Factors(w, part), w, b, part, s);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
-                    const uint8_t* row = x + BLOCK * r;
+                    const uint8_t* row = codes + BLOCK * r;
                     // minus offset * sum of the row's codes: `integers` has minus the sum
                     PartInts dots[2] = {};
                     if constexpr (OFFSET) dots[0] += OFFSET * integers[(L::HALVES == 2 ? R : 0) + r];

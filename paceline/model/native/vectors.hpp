@@ -113,10 +113,12 @@ struct Element<bf16> {
 #ifdef __AVX512BF16__
         store(to, _mm512_cvtneps_pbh((__m512)x));
 #else
-        Uint32s bits = (Uint32s)x;
-        Uint32s rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-        Uint32s quiet = (bits >> 16) | 0x40u;                            // rounding could turn a NaN into infinity
-        store(to, __builtin_convertvector(x == x ? rounded : quiet, Halves));
+        uint32_t words[LANES];
+        store(words, x);
+        for (int i = 0; i < LANES; i++) {
+            const uint32_t bits = words[i], rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // to nearest, ties to even
+            to[i].bits = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);  // a NaN stays one
+        }
 #endif
     }
     static float widen_one(bf16 x) {
@@ -251,24 +253,30 @@ inline float quantise(const float* x, int count, Integer* to) {
 }
 
 // e^x to 2 units in the last place: x = n ln 2 + r, a polynomial of degree 6 for e^r, and n added to the exponent.
-inline Floats exp_of(Floats x) {
-    const Floats least = all(-87.0f), most = all(88.0f);
+inline PartFloats exp_of_part(PartFloats x) {
+    const PartFloats least = all_of_part(-87.0f), most = all_of_part(88.0f);
     x = x < least ? least : x;
     x = x > most ? most : x;
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    Floats n = x * 1.44269504f + to_integer;
-    Ints exponent = (Ints)n;
+    PartFloats n = x * 1.44269504f + to_integer;
+    PartInts exponent = (PartInts)n;
     n -= to_integer;
-    Floats r = x - n * 0.693359375f;  // ln 2 in two parts, so that the product is exact
+    PartFloats r = x - n * 0.693359375f;  // ln 2 in two parts, so that the product is exact
     r -= n * -2.12194440e-4f;
-    Floats p = all(1.0f / 720);
+    PartFloats p = all_of_part(1.0f / 720);
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    return p * (Floats)((exponent << 23) + 0x3f800000);
+    return p * (PartFloats)((exponent << 23) + 0x3f800000);
+}
+inline Floats exp_of(Floats x) {
+    PartFloats parts[PARTS];
+    memcpy(parts, &x, sizeof x);
+    for (PartFloats& part : parts) part = exp_of_part(part);
+    return load<Floats>(parts);
 }
 inline Floats silu(Floats x) { return x / (1.0f + exp_of(-x)); }
 // GELU's approximation by tanh (Hendrycks and Gimpel 2016): 1 + tanh(u) is 2 / (1 + e^-2u).
