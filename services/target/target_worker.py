@@ -102,7 +102,7 @@ def target_description(info: EngineInfo, options: argparse.Namespace) -> TargetD
         numerics=info.numerics,
         labels=options.labels,
         features=info.features,
-        beside=info.beside,
+        beside=list(info.beside),
     )
 
 

@@ -593,8 +593,8 @@ MUTANTS = (
     Mutant(
         "native: a block is worth the scale of the other block of its unit",
         "paceline/model/native/packed.hpp",
-        "s.scale[0] = number(p + 32 * b);",
-        "s.scale[0] = number(p + 32 * (1 - b));",
+        "s.scale[0] = number(p + 32 * b + 2 * PART * part);",
+        "s.scale[0] = number(p + 32 * (1 - b) + 2 * PART * part);",
         QUANTISED,
     ),
     Mutant(
@@ -607,16 +607,17 @@ MUTANTS = (
     Mutant(
         "native: with several rows a product's last step rounds twice",
         "paceline/model/native/packed.hpp",
-        "sums[r] = add_block<L>(sums[r], dots, s, floats[r], floats[R + r], integers + R + r, R);",
-        "sums[r] = (R > 1 ? sums[r] : Floats{}) + add_block<L>(R > 1 ? Floats{} : sums[r], dots, s, floats[r], "
-        "floats[R + r], integers + R + r, R);",
+        "sums[part][r] = add_block<L>(sums[part][r], dots, s, floats[r], floats[R + r], integers + R + r, R);",
+        "const PartFloats sum = sums[part][r], none = {};\n"
+        "sums[part][r] = (R > 1 ? sum : none) + add_block<L>(R > 1 ? none : sum, dots, s, floats[r], floats[R + r], "
+        "integers + R + r, R);",
         QUANTISED,
     ),
     Mutant(
-        "native: bytes above 127 saturate where there is no instruction for dot products",
+        "native: sums of 16 bits overflow where there is no instruction for dot products",
         "paceline/model/native/packed.hpp",
-        "        if constexpr (IS_WIDE) {\n            const __m256i top",
-        "        if constexpr (false) {\n            const __m256i top",
+        "std::min(VECTORS, 32767 / (2 * 127 * ((1 << BITS) - 1)))",
+        "VECTORS",
         QUANTISED,
     ),
     Mutant(
@@ -664,8 +665,8 @@ MUTANTS = (
     Mutant(
         "native: the code that is worth 0 is taken from the first half of a block only",
         "paceline/model/native/packed.hpp",
-        "fused(s.minimum[0], all((float)halves[-n]), t)",
-        "fused(s.minimum[0], all((float)halves[0]), t)",
+        "fused(s.minimum[0], all_of_part((float)halves[-n]), t)",
+        "fused(s.minimum[0], all_of_part((float)halves[0]), t)",
         QUANTISED,
     ),
     Mutant(
