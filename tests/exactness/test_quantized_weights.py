@@ -70,9 +70,11 @@ def meant_by(name: str) -> npt.NDArray[np.float32]:
 
 
 def rows_of(count: int, width: int) -> Tensor:
-    """Rows of several sizes, with an empty one and one with outliers."""
+    """Rows of several sizes: an empty one, one with outliers, and one of the largest codes, whose sums are large."""
     rows = torch.randn(count, width, generator=torch.Generator().manual_seed(1))
     rows[3 % count] = 0
+    if count > 5:
+        rows[5] = 1
     rows[7 % count] *= 1000 * torch.randn(width, generator=torch.Generator().manual_seed(2)).exp()
     return rows
 
