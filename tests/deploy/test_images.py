@@ -186,6 +186,17 @@ def test_a_service_without_torch_runs_with_its_image_s_packages(modules: str) ->
     import_without(foreign, f"paceline.cli, {modules}")
 
 
+def test_a_worker_starts_its_model_process_before_it_imports_what_takes_long() -> None:
+    """And a command line that starts services loads none of their libraries."""
+    code = """
+import sys
+import paceline.cli.deployment, paceline.cli.serve_command
+import paceline_services.draft.__main__, paceline_services.target.__main__
+assert not {"numpy", "redis", "grpc", "httpx", "yaml", "prometheus_client", "torch"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_replicas_on_ray_run_without_torch() -> None:
     """The image for vLLM has Ray beside the packages of a gateway."""
     import_without({"torch", "transformers"}, "paceline_services.target.ray_replicas, paceline.ray_pool.rank_actor")

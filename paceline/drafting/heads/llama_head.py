@@ -47,7 +47,7 @@ class LlamaHead(HeadNetwork):
         output of `norm`, not of the last layer. `quantization`: of the matrices that are the head's own, see
         `EngineConfig`.
 
-        The rotary tables have the target's positions, not those that `config` names. Raises ValueError if
+        The rotary tables cover the target's positions, however many `config` names. Raises ValueError if
         `quantization` cannot be had.
         """
         super().__init__(target, model, slots, hidden_state_layers, ids)
