@@ -142,7 +142,7 @@ $(CLIENTS_STAMP):
 	@touch $@
 
 native-check: setup  ## the native pass under AddressSanitizer and UndefinedBehaviorSanitizer; takes g++
-	@CXX=g++ PACELINE_NATIVE_FLAGS='$(SANITIZERS)' LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
+	@CXX=g++ PACELINE_NATIVE_FLAGS='$(SANITIZERS)' LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/pytest --capture=sys $(NATIVE_TESTS) \
 		$(PYTEST_ARGS)
 

@@ -83,11 +83,12 @@ SCALE_BYTES = 4
 
 
 class KVCache:
-    """Keys and values of every layer, by slot: [layers, slots + SPARE_SLOTS, 2 * K, width], keys first.
+    """Keys and values of every layer, keys first: [layers, slots + SPARE_SLOTS, 2 * K, width].
 
-    In 8 bits, which only native code reads: int8 [layers, slots + SPARE_SLOTS, bytes]. A slot has K keys, then K
-    values. A key has `width` codes, then the float32 scale of each KEY_BLOCK of them; a value `width` codes, then one
-    scale. A scale is the largest magnitude / 127.
+    For native code those of a head are together: [layers, 2 * K, slots + SPARE_SLOTS, width]. In 8 bits, which only it
+    reads, int8 [layers, bytes]: of each head the keys of all slots, then of each the values. A key has `width` codes,
+    then the float32 scale of each KEY_BLOCK of them; a value `width` codes, then one scale. A scale is the largest
+    magnitude / 127.
     """
 
     def __init__(
@@ -101,12 +102,15 @@ class KVCache:
         kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         """`slots`: of tokens. `dtype`: of queries, and of keys and values when they are stored. `width`: numbers per
-        head with padding; None: the head size."""
+        head with padding, for native code; None: the head size, for torch's operators."""
         self.heads, self.dtype, self.width = heads, dtype, width or heads.head_size
         self.kv_cache_dtype = kv_cache_dtype
-        shape: tuple[int, ...] = (layers, slots + SPARE_SLOTS, 2 * heads.kv_heads, self.width)
+        self.slot_count = slots + SPARE_SLOTS
+        shape: tuple[int, ...] = (layers, self.slot_count, 2 * heads.kv_heads, self.width)
         if self.is_int8:
-            shape = (*shape[:2], self.bytes_per_slot(1, heads, dtype, width, kv_cache_dtype))
+            shape = (layers, self.slot_count * self.bytes_per_slot(1, heads, dtype, width, kv_cache_dtype))
+        elif width is not None:
+            shape = (layers, 2 * heads.kv_heads, self.slot_count, width)
         self.data = _zeros(shape, torch.int8 if self.is_int8 else dtype, device)
         self.attention_name = ""
         """What attends to it, if that is neither native code nor torch's operators."""
@@ -133,7 +137,7 @@ class KVCache:
 
     @property
     def padding_slot(self) -> int:
-        return self.data.shape[1] - 1
+        return self.slot_count - 1
 
     @property
     def is_int8(self) -> bool:

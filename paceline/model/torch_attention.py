@@ -63,5 +63,5 @@ class TorchAttention:
         """CUDA graphs of `forward`, see `PassGraphs`; None without."""
         if self.kernel is None or not self.graphs:
             return None
-        longest = min(longest, len(self.cache.data[0]))  # no path has more positions than there are slots
+        longest = min(longest, self.cache.slot_count)  # no path has more positions than there are slots
         return PassGraphs(forward, self.cache, self.kernel.attend, longest, windows, CudaCapture(self.cache.device))

@@ -269,7 +269,7 @@ def test_the_probe_notices_keys_that_depend_on_other_rows() -> None:
         output = run(rows, *rest)  # type: ignore[arg-type]
         passes.append(len(rows))
         if len(rows) == max(passes) > TILE:
-            broken.cache.data[:, rows[-1].slot] *= 1.001
+            broken.cache.data[:, :, rows[-1].slot] *= 1.001
         return output
 
     broken.run = leaky  # type: ignore[method-assign, assignment]

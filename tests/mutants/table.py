@@ -570,6 +570,20 @@ MUTANTS = (
         NATIVE,
     ),
     Mutant(
+        "native: rows that share a tile are the chunk's first ones",
+        "paceline/model/native/attention.hpp",
+        "first_query(chunk, sharing[i])], per, &sharing_",
+        "first_query(chunk, chunk.first + i)], per, &sharing_",
+        NATIVE,
+    ),
+    Mutant(
+        "native: a head's values begin where its keys do in the heads before",
+        "paceline/model/native/attention.hpp",
+        "(head * slots + slot) * heads.value_bytes<T>()",
+        "(head + slot) * heads.value_bytes<T>()",
+        NATIVE,
+    ),
+    Mutant(
         "native: a branch is read from the request's table",
         "paceline/model/native/rows.hpp",
         "return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * KEY_TILE;",
@@ -843,15 +857,15 @@ MUTANTS = (
     Mutant(
         "native: a key in 8 bits has the scale of the position before it in its tile",
         "paceline/model/native/attention.hpp",
-        "memcpy(&scales_[w + i], from",
-        "memcpy(&scales_[w + (i + 1) % KEY_TILE], from",
+        "memcpy(&scales_[w + i], keys[i]",
+        "memcpy(&scales_[w + (i + 1) % KEY_TILE], keys[i]",
         NATIVE,
     ),
     Mutant(
         "native: a value in 8 bits has the scale of the last slot of its tile",
         "paceline/model/native/attention.hpp",
-        "memcpy(&scales_[i], values + slots[i] * slot",
-        "memcpy(&scales_[i], values + slots[KEY_TILE - 1] * slot",
+        "memcpy(&scales_[i], value(slots[i])",
+        "memcpy(&scales_[i], value(slots[KEY_TILE - 1])",
         NATIVE,
     ),
     Mutant(

@@ -185,9 +185,9 @@ def test_a_head_beside_its_target_takes_weights_a_cache_and_states(
 
     monkeypatch.setattr(network_factory, "KVCache", RecordedCache)
     build_speculator(draft, EngineConfig(slots=512), llm.model.target_weights)
-    (cache,) = (each.data for each in caches)
+    (cache,) = caches
     assert remote.bytes_per_slot == alone.bytes_per_slot + states, "a remote head reads states that the target keeps"
-    assert both.bytes_per_slot == alone.bytes_per_slot + states + cache.nbytes // cache.shape[1]
+    assert both.bytes_per_slot == alone.bytes_per_slot + states + cache.data.nbytes // cache.slot_count
     stored = sum(tensor.numel() for tensor in eagle3_tensors().values()) * weights.dtype.itemsize
     assert abs(both.weights - alone.weights - stored) <= both.bytes_per_slot
 

@@ -30,19 +30,11 @@ struct Heads {
     // A query: numbers, or codes of 16 bits and their scale.
     template <class T>
     int query_size() const { return IS_CODES<T> ? width + 2 : width; }
-    // Bytes in the cache, where a slot has keys, then values: numbers of T, or codes and then scales, one for each KEY_BLOCK
-    // inputs of a key, one for a value.
+    // Bytes in the cache: numbers of T, or codes and then scales, one for each KEY_BLOCK inputs of a key, one for a value.
     template <class T>
     size_t key_bytes() const { return width * sizeof(T) + (IS_CODES<T> ? width / KEY_BLOCK * sizeof(float) : 0); }
     template <class T>
     size_t value_bytes() const { return width * sizeof(T) + (IS_CODES<T> ? sizeof(float) : 0); }
-    template <class T>
-    size_t slot_bytes() const { return key_value * (key_bytes<T>() + value_bytes<T>()); }
-    // Of the key-value head `head` in a slot.
-    template <class T>
-    size_t key_offset(int head) const { return head * key_bytes<T>(); }
-    template <class T>
-    size_t value_offset(int head) const { return key_value * key_bytes<T>() + head * value_bytes<T>(); }
 
     // Stores a query, a key or a value, float [width], as T or quantised.
     template <class T>
@@ -51,16 +43,14 @@ struct Heads {
         else narrow(x, to);
     }
     template <class T>
-    void store_key(const float* x, int head, uint8_t* slot) const {
-        T* to = (T*)(slot + key_offset<T>(head));
+    void store_key(const float* x, T* to) const {
         if constexpr (IS_CODES<T>)
             for (int i = 0; i < width; i += KEY_BLOCK)
                 store(to + width + i / KEY_BLOCK * sizeof(float), quantise(x + i, KEY_BLOCK, to + i));
         else narrow(x, to);
     }
     template <class T>
-    void store_value(const float* x, int head, uint8_t* slot) const {
-        T* to = (T*)(slot + value_offset<T>(head));
+    void store_value(const float* x, T* to) const {
         if constexpr (IS_CODES<T>) store(to + width, quantise(x, width, to));
         else narrow(x, to);
     }
@@ -70,6 +60,24 @@ struct Heads {
     void narrow(const float* x, T* to) const {
         for (int i = 0; i < width; i += LANES) Element<T>::narrow(to + i, load<Floats>(x + i));
     }
+};
+
+// A layer's keys and values. Those of a head are neighbours: a path's slots mostly are, too, so they are read in the order
+// of memory.
+template <class T>
+struct LayerCache {
+    Heads heads;
+    uint8_t* data;  // keys [key-value heads, slots], then values
+    size_t slots;
+
+    T* key(int head, size_t slot) const { return (T*)(data + (head * slots + slot) * heads.key_bytes<T>()); }
+    T* value(int head, size_t slot) const {
+        return (T*)(data + bytes_of_keys() + (head * slots + slot) * heads.value_bytes<T>());
+    }
+    size_t bytes() const { return bytes_of_keys() + heads.key_value * slots * heads.value_bytes<T>(); }
+
+   private:
+    size_t bytes_of_keys() const { return heads.key_value * slots * heads.key_bytes<T>(); }
 };
 
 struct AttentionOptions {  // of one layer; part of the C interface
@@ -90,11 +98,13 @@ class Attention {
 #else
     static constexpr int MOST_QUERIES = 4;
 #endif
+    static constexpr int LEAST_SHARING = 16, MOST_SHARING = 48;  // queries of a chunk, if a part has that many
+    static int most_rows(const Heads& heads, int queries) { return std::max(1, queries / heads.queries_per_key); }
 
    public:
     // `longest`: most positions of a path.
     Attention(Heads heads, int longest) : heads_(heads), stride_(padded(longest, KEY_TILE)) {
-        int queries = most_rows(heads) * heads.queries_per_key;
+        int queries = most_rows(heads, MOST_SHARING) * heads.queries_per_key;
         scores_.resize((size_t)queries * stride_);
         weights_.resize((size_t)queries * stride_);
         totals_.resize(queries);
@@ -102,15 +112,22 @@ class Attention {
         tile_.resize((size_t)KEY_TILE * heads.width / PER);
         if (IS_CODES<T>) scales_.resize((size_t)KEY_TILE * heads.width / KEY_BLOCK);
         queries_.resize(queries);
+        sharing_.resize(queries);
     }
-    // Rows of a chunk: they share the work on a tile.
-    static int most_rows(const Heads& heads) { return std::max(1, 16 / heads.queries_per_key); }
+    // Rows in chunks, whose rows share the work on a tile: large ones, but enough for each part to have as many.
+    static std::vector<Chunk> chunks(const Rows& rows, const Heads& heads, int parts) {
+        const int least = most_rows(heads, LEAST_SHARING);
+        int count = (rows.count - 1) / most_rows(heads, MOST_SHARING) + 1;
+        auto is_even = [&] { return count * heads.key_value % parts == 0 || count * heads.key_value >= 4 * parts; };
+        while (!is_even() && rows.count > count * least) count++;
+        return chunks_of(rows, (rows.count - 1) / count + 1);
+    }
 
-    // One part of `parts`: every `parts`-th pair of a chunk and a key-value head. `cache`: a layer's slots. queries
-    // [rows, query heads, query size], out [rows, query heads, width].
+    // One part of `parts`: every `parts`-th pair of a chunk and a key-value head. queries [rows, query heads, query size],
+    // out [rows, query heads, width].
     template <class Out>
     void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const AttentionOptions& options,
-                    const uint8_t* cache, const Query* queries, Out* out) {
+                    const LayerCache<T>& cache, const Query* queries, Out* out) {
         for_each_item(chunks, part, parts,
                       [&](Chunk chunk, int key_head) { attend(rows, chunk, key_head, options, cache, queries, out); });
     }
@@ -123,43 +140,39 @@ class Attention {
    private:
     // One key-value head of the rows of a chunk.
     template <class Out>
-    void attend(const Rows& rows, Chunk chunk, int key_head, const AttentionOptions& options, const uint8_t* cache,
+    void attend(const Rows& rows, Chunk chunk, int key_head, const AttentionOptions& options, const LayerCache<T>& cache,
                 const Query* queries, Out* out) {
         const int per = heads_.queries_per_key, width = heads_.width, window = options.window;
         const int size = heads_.template query_size<T>();
-        const size_t slot = heads_.template slot_bytes<T>();
-        const uint8_t* keys = cache + heads_.template key_offset<T>(key_head);
-        const uint8_t* values = cache + heads_.template value_offset<T>(key_head);
+        auto key = [&](int32_t slot) { return cache.key(key_head, slot); };
+        auto value = [&](int32_t slot) { return cache.value(key_head, slot); };
         const float* sink = options.sinks ? options.sinks + key_head * per : nullptr;
         auto head_of = [&](auto* of, int row, int size) {
             return of + ((size_t)row * heads_.queries() + (size_t)key_head * per) * size;
         };
-        auto prefetch_slot = [&](const uint8_t* from, size_t bytes) {
-            return [=](int32_t s) {
-                for (size_t d = 0; d < bytes; d += 64) __builtin_prefetch(from + s * slot + d);
-            };
+        auto prefetch = [](auto* from, size_t bytes) {
+            for (size_t d = 0; d < bytes; d += 64) __builtin_prefetch((const char*)from + d);
         };
+        for (int r = chunk.first; r < chunk.end; r++)
+            for (int q = 0; q < per; q++)
+                queries_[first_query(chunk, r) + q] = {head_of(queries, r, size) + q * size, first_query(chunk, r) + q,
+                                                       VisibleRange(rows, r, window)};
         for_each_tile(
-            rows, chunk, window, prefetch_slot(keys, heads_.template key_bytes<T>()),
-            [&](const int32_t* slots) { load_keys(keys, slot, slots); },
+            rows, chunk, window, [&](int32_t slot) { prefetch(key(slot), heads_.template key_bytes<T>()); },
+            [&](const int32_t* slots) { load_keys(slots, key); },
             [&](const int* sharing, int count, int tile) {
-                for (int i = 0; i < count * per; i++) {
-                    int row = sharing[i / per], q = i % per;
-                    queries_[i] = {head_of(queries, row, size) + q * size, first_query(chunk, row) + q,
-                                   VisibleRange(rows, row, window)};
-                }
-                in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile, options); });
+                in_groups(chunk, sharing, count,
+                          [&]<int COUNT>(const TileQuery* group) { score<COUNT>(group, tile, options); });
             });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++)
                 normalise(first_query(chunk, r) + q, VisibleRange(rows, r, window), sink ? sink + q : nullptr);
-        std::fill(outputs_.begin(), outputs_.end(), 0.0f);
+        std::fill_n(outputs_.begin(), (size_t)first_query(chunk, chunk.end) * width, 0.0f);
         for_each_tile(
-            rows, chunk, window, prefetch_slot(values, heads_.template value_bytes<T>()),
-            [&](const int32_t* slots) { load_values(values, slot, slots); },
+            rows, chunk, window, [&](int32_t slot) { prefetch(value(slot), heads_.template value_bytes<T>()); },
+            [&](const int32_t* slots) { load_values(slots, value); },
             [&](const int* sharing, int count, int tile) {
-                for (int i = 0; i < count * per; i++) queries_[i].index = first_query(chunk, sharing[i / per]) + i % per;
-                in_groups(count * per, [&]<int COUNT>(int first) { mix<COUNT>(&queries_[first], tile); });
+                in_groups(chunk, sharing, count, [&]<int COUNT>(const TileQuery* group) { mix<COUNT>(group, tile); });
             });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++) {
@@ -173,31 +186,35 @@ class Attention {
     // The index of a row's first query among the chunk's.
     int first_query(Chunk chunk, int row) const { return (row - chunk.first) * heads_.queries_per_key; }
 
-    // The tile's keys as [words of a head, positions].
-    void load_keys(const uint8_t* keys, size_t slot, const int32_t* slots) {
+    // The tile's keys, `key(slot)` each, as [words of a head, positions].
+    template <class Key>
+    void load_keys(const int32_t* slots, Key key) {
+        const T* keys[KEY_TILE];
+        for (int i = 0; i < KEY_TILE; i++) keys[i] = key(slots[i]);
         for (int w = 0, words = heads_.width / PER; w < words; w += LANES) {
-            alignas(64) uint32_t square[KEY_TILE][LANES];
-            for (int i = 0; i < KEY_TILE; i++) {
-                const uint8_t* from = keys + slots[i] * slot;
-                if constexpr (IS_CODES<T>) {
-                    for (int c = 0; c < KEY_BLOCK; c++) ((int16_t*)square[i])[c] = ((const int8_t*)from)[2 * w + c];
-                    memcpy(&scales_[w + i], from + heads_.width + 4 * (w / LANES), sizeof(float));
-                } else {
-                    memcpy(square[i], from + 4 * w, sizeof square[i]);
+            uint32_t* to = tile_.data() + w * KEY_TILE;
+            if constexpr (IS_CODES<T>) {
+                alignas(64) int16_t square[KEY_TILE][KEY_BLOCK];
+                for (int i = 0; i < KEY_TILE; i++) {
+                    for (int c = 0; c < KEY_BLOCK; c++) square[i][c] = keys[i][2 * w + c];
+                    memcpy(&scales_[w + i], keys[i] + heads_.width + 4 * (w / LANES), sizeof(float));
                 }
+                transpose([&](int i) { return (const uint32_t*)square[i]; }, to);
+            } else {
+                transpose([&](int i) { return (const uint32_t*)keys[i] + w; }, to);
             }
-            transpose(square, tile_.data() + w * KEY_TILE);
         }
     }
 
-    // The tile's values as [KEY_TILE / PER, width] words of two neighbouring positions, or one.
-    void load_values(const uint8_t* values, size_t slot, const int32_t* slots) {
+    // The tile's values, `value(slot)` each, as [KEY_TILE / PER, width] words of two neighbouring positions, or one.
+    template <class Value>
+    void load_values(const int32_t* slots, Value value) {
         uint32_t* to = tile_.data();
         const int width = heads_.width;
         if constexpr (IS_CODES<T>)
-            for (int i = 0; i < KEY_TILE; i++) memcpy(&scales_[i], values + slots[i] * slot + width, sizeof(float));
+            for (int i = 0; i < KEY_TILE; i++) memcpy(&scales_[i], value(slots[i]) + width, sizeof(float));
         for (int i = 0; i < TILE_WORDS; i++, to += width) {
-            const T *low = (const T*)(values + slots[PER * i] * slot), *high = (const T*)(values + slots[PER * i + PER - 1] * slot);
+            const T *low = value(slots[PER * i]), *high = value(slots[PER * i + PER - 1]);
             if constexpr (PER == 1) memcpy(to, low, width * sizeof(T));
             else
                 for (int d = 0; d < width; d++) to[d] = bits_of(low[d]) | (uint32_t)bits_of(high[d]) << 16;
@@ -212,12 +229,23 @@ class Attention {
         VisibleRange visible;
     };
 
-    // Calls f with the first query of each group; the group's size is a template argument. The sums of several queries hide
-    // each other's latency.
-    template <int COUNT = MOST_QUERIES, class F>
-    static void in_groups(int count, F f, int first = 0) {
-        for (; first + COUNT <= count; first += COUNT) f.template operator()<COUNT>(first);
-        if constexpr (COUNT > 1) in_groups<COUNT / 2>(count, f, first);
+    // Calls f with each group of the queries of these rows of the chunk; the group's size is a template argument. The sums
+    // of several queries hide each other's latency.
+    template <class F>
+    void in_groups(Chunk chunk, const int* sharing, int count, F f) {
+        const int per = heads_.queries_per_key;
+        const TileQuery* first = queries_.data();
+        if (count < chunk.end - chunk.first) {
+            for (int i = 0; i < count; i++)
+                std::copy_n(&queries_[first_query(chunk, sharing[i])], per, &sharing_[i * per]);
+            first = sharing_.data();
+        }
+        split<MOST_QUERIES>(first, first + count * per, f);
+    }
+    template <int COUNT, class F>
+    static void split(const TileQuery* first, const TileQuery* end, F f) {
+        for (; end - first >= COUNT; first += COUNT) f.template operator()<COUNT>(first);
+        if constexpr (COUNT > 1) split<COUNT / 2>(first, end, f);
     }
 
     template <int COUNT>
@@ -306,7 +334,7 @@ class Attention {
     std::vector<Weight> weights_;
     std::vector<uint32_t> tile_;
     std::vector<float> scales_;  // of the tile: [words / 16, positions] of keys, [positions] of values
-    std::vector<TileQuery> queries_;  // of the rows that share a tile
+    std::vector<TileQuery> queries_, sharing_;  // of the chunk, and of the rows that share a tile
 };
 
 }  // namespace paceline

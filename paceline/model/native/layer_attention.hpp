@@ -9,8 +9,9 @@ struct AttentionSpec {  // part of the C interface
     Rows rows;
     AttentionOptions options;
     const void *queries, *keys, *values;  // [rows, query heads, width], twice [rows, key-value heads, width]
-    void* cache;                          // of the layer: slots, see `Heads`
+    void* cache;                          // of the layer, see `LayerCache`
     void* out;                            // [rows, query heads, width]
+    int64_t slots;                        // of the cache
 };
 
 struct AnyLayerAttention {
@@ -27,13 +28,12 @@ class LayerAttention : public AnyLayerAttention {
         const Rows& rows = layer.rows;
         const int parts = pool.parts();
         reserve(rows, parts);
-        const std::vector<Chunk> chunks = chunks_of(rows, Attention<Cached>::most_rows(heads_));
+        const std::vector<Chunk> chunks = Attention<Cached>::chunks(rows, heads_, parts);
         pool.run(2, [&](int phase, int part, int thread) {
             if (phase == STORE)
                 for (int row = part; row < rows.count; row += parts) store(layer, row);
             else
-                (*scratch_[thread])(rows, chunks, part, parts, layer.options, (const uint8_t*)layer.cache, queries(layer),
-                                    (T*)layer.out);
+                (*scratch_[thread])(rows, chunks, part, parts, layer.options, cache(layer), queries(layer), (T*)layer.out);
         });
     }
 
@@ -47,20 +47,26 @@ class LayerAttention : public AnyLayerAttention {
         else return (const T*)layer.queries;
     }
 
+    LayerCache<Cached> cache(const AttentionSpec& layer) const { return {heads_, (uint8_t*)layer.cache, (size_t)layer.slots}; }
+
     // Copies a row's keys and values to its slot, or quantises them and its queries.
     void store(const AttentionSpec& layer, int row) {
-        uint8_t* slot = (uint8_t*)layer.cache + layer.rows.own_slot(row) * heads_.slot_bytes<Cached>();
+        const LayerCache<Cached> to = cache(layer);
+        const int slot = layer.rows.own_slot(row);
         if constexpr (!QUANTISES) {
-            const size_t bytes = heads_.key_value * heads_.key_bytes<Cached>();
-            memcpy(slot, (const char*)layer.keys + row * bytes, bytes);
-            memcpy(slot + bytes, (const char*)layer.values + row * bytes, bytes);
+            const T *key = (const T*)layer.keys + (size_t)row * heads_.key_value * heads_.width;
+            const T *value = (const T*)layer.values + (size_t)row * heads_.key_value * heads_.width;
+            for (int k = 0; k < heads_.key_value; k++, key += heads_.width, value += heads_.width) {
+                std::copy_n(key, heads_.width, to.key(k, slot));
+                std::copy_n(value, heads_.width, to.value(k, slot));
+            }
         } else {
             const int count = heads_.queries(), size = heads_.query_size<Cached>();
             for (int q = 0; q < count; q++)
                 heads_.store_query<Cached>(floats(layer.queries, row * count + q), &queries_[((size_t)row * count + q) * size]);
             for (int k = 0; k < heads_.key_value; k++) {
-                heads_.store_key<Cached>(floats(layer.keys, row * heads_.key_value + k), k, slot);
-                heads_.store_value<Cached>(floats(layer.values, row * heads_.key_value + k), k, slot);
+                heads_.store_key(floats(layer.keys, row * heads_.key_value + k), to.key(k, slot));
+                heads_.store_value(floats(layer.values, row * heads_.key_value + k), to.value(k, slot));
             }
         }
     }

@@ -29,6 +29,7 @@ class _AttentionSpec(ctypes.Structure):
         ("rows", RowsSpec),
         ("options", _NativeOptions),
         *((name, Pointer) for name in ("queries", "keys", "values", "cache", "out")),
+        ("slots", ctypes.c_int64),
     )
 
 
@@ -67,6 +68,7 @@ class NativePass:
             self._rows.spec,
             _NativeOptions(options.scale, options.softcap, options.window, address(sinks)),
             *map(address, (query, key, value, self.cache.data[layer], out)),
+            self.cache.slot_count,
         )
         self._attention.run(spec)
         return out.view(len(out), -1)

@@ -158,7 +158,7 @@ class NativeNetwork:
             state_norm=kept.vector(fused.state_norm),
             projection_bias=kept.vector(fused.projection_bias),
             cache=address(cache.data),
-            slots=cache.data.shape[1],
+            slots=cache.slot_count,
             sum=ctypes.cast(callback, Pointer) if callback is not None else None,
             layer_packed=ctypes.cast(packed, Pointer),
         )

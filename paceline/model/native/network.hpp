@@ -46,7 +46,7 @@ struct NetworkSpec {  // part of the C interface
     float eps, scale, softcap, embedding_scale, residual_scale;  // softcap: of scores, 0: none
     Weights embedding, head, projection;      // [vocabulary, H] each, [H, twice H padded]; null for a missing one
     const float *norm, *token_norm, *state_norm, *projection_bias;  // [H], or null
-    void* cache;                              // [layers, slots], see `Heads`
+    void* cache;                              // [layers], see `LayerCache`
     int64_t slots;
     void (*sum)(float* values, int64_t count);  // sums over the ranks that share the layers; null: one rank
     void (*layer_packed)();                     // called when a layer's weights have been copied
@@ -102,7 +102,7 @@ class Network : public AnyNetwork {
     void run(ThreadPool& pool, const PassSpec& pass) override {
         pass_ = &pass;
         reserve(pass.rows.count);
-        chunks_ = chunks_of(pass.rows, Attention<T>::most_rows(heads_));
+        chunks_ = Attention<T>::chunks(pass.rows, heads_, (int)arenas_.size());
         for (auto& scratch : scratch_) scratch->normed = -1;
         const int phases = (int)phases_.size();
         if (!spec_.sum) return pool.run(phases, [&](int phase, int part, int thread) { step(phase, part, thread); });
@@ -319,13 +319,16 @@ class Network : public AnyNetwork {
         const int count = spec_.query_heads, key = unit - count, value = key - spec_.key_value_heads;
         const int size = heads_.template query_size<Cached>();
         if (key < 0) return heads_.template store_query<Cached>(head, queries + ((size_t)row * count + unit) * size);
-        uint8_t* slot = layer_cache<Cached>(l) + pass_->rows.own_slot(row) * heads_.template slot_bytes<Cached>();
-        if (value < 0) heads_.template store_key<Cached>(head, key, slot);
-        else heads_.template store_value<Cached>(head, value, slot);
+        const LayerCache<Cached> cache = layer_cache<Cached>(l);
+        const int slot = pass_->rows.own_slot(row);
+        if (value < 0) heads_.store_key(head, cache.key(key, slot));
+        else heads_.store_value(head, cache.value(value, slot));
     }
     template <class Cached>
-    uint8_t* layer_cache(int l) const {
-        return (uint8_t*)spec_.cache + (size_t)l * spec_.slots * heads_.template slot_bytes<Cached>();
+    LayerCache<Cached> layer_cache(int l) const {
+        LayerCache<Cached> cache{heads_, (uint8_t*)spec_.cache, (size_t)spec_.slots};
+        cache.data += l * cache.bytes();
+        return cache;
     }
 
     // Rotary position embedding (Su et al. 2021), the halves of what is rotated as real and imaginary parts.
@@ -345,7 +348,7 @@ class Network : public AnyNetwork {
     }
     template <class Cached>
     void attend(const Layer& layer, int l, int part, Attention<Cached>& attention, const QueryNumber<Cached>* queries) {
-        const uint8_t* cache = layer_cache<Cached>(l);
+        const LayerCache<Cached> cache = layer_cache<Cached>(l);
         const AttentionOptions options = {.scale = spec_.scale, .softcap = spec_.softcap, .window = layer.window};
         const int parts = (int)arenas_.size();
         if (layer.output.takes_dense())

@@ -299,12 +299,13 @@ inline void transpose_part(PartWords (&square)[PART]) {
         }
     if constexpr (D > 1) transpose_part<D / 2>(square);
 }
-// to [16, 16] = `from` transposed.
-inline void transpose(const uint32_t (&from)[LANES][LANES], uint32_t* to) {
+// to [16, 16] = the rows from(0) to from(15), of 16 words each, transposed.
+template <class From>
+inline void transpose(From from, uint32_t* to) {
     for (int p = 0; p < LANES; p += PART)
         for (int q = 0; q < LANES; q += PART) {
             PartWords square[PART];
-            for (int i = 0; i < PART; i++) square[i] = load<PartWords>(from[p + i] + q);
+            for (int i = 0; i < PART; i++) square[i] = load<PartWords>(from(p + i) + q);
             transpose_part(square);
             for (int i = 0; i < PART; i++) store(to + (q + i) * LANES + p, square[i]);
         }
