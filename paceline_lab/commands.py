@@ -102,12 +102,13 @@ def methods(only: Methods = None, device: Device = "cpu") -> None:
 @bench.command()
 def passes(
     device: Device = "cpu",
-    sizes: Annotated[list[str] | None, typer.Option(help="shipped, widened or 'random 8B'")] = None,
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped, widened, 'random 8B', or a model")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Positions before the rows.")] = None,
 ) -> None:
     """Milliseconds of the target's passes, by their number of rows."""
     from paceline_lab.bench import pass_times
 
-    _measured(lambda console: pass_times.run(console, device, sizes or ("shipped", "widened")))
+    _measured(lambda console: pass_times.run(console, device, sizes or ("shipped", "widened"), context))
 
 
 @bench.command()

@@ -82,16 +82,18 @@ class Measurable(Protocol):
     def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object: ...
 
 
-def measure_row_cost(model: Measurable, most: int, repeats: int = 5) -> RowCost:
-    """Measure seconds per pass for 1, 2, ... `most` rows: chains of guesses after a context of a tile or two.
+def measure_row_cost(model: Measurable, most: int, repeats: int = 5, context: int = PROBE_CONTEXT) -> RowCost:
+    """Measure seconds per pass for 1, 2, ... `most` rows: chains of guesses after `context` positions, if the model has
+    as many.
 
     Where rows are padded to multiples of eight, the ninth row costs as much as the sixteenth.
     """
-    context = _context_length(model)
+    context = _context_length(model, context)
     table = SlotTable(range(1, context + 1))
-    model.run([table.row(0, i) for i in range(context)], [])
+    for start in range(0, context, ROW_COUNTS[-1]):
+        model.run([table.row(0, i) for i in range(start, min(start + ROW_COUNTS[-1], context))], [])
     counts = [n for n in ROW_COUNTS if n <= min(most, model.slots // 4)]
-    guesses = _guesses(model, max(counts))
+    guesses = _guesses(model, max(counts), context)
     # Round robin, and the fastest of each: other processes on this machine then hardly distort the curve. The longest
     # first: a long pass evicts the weights from the caches, and several short ones bring them back.
     rounds = [[_timed(model, guesses[:count]) for count in reversed(counts)] for _ in range(repeats)]
@@ -114,15 +116,15 @@ def quick_row_cost(model: Measurable, most: int) -> LearnedRowCost:
     return LearnedRowCost({count: max(seconds, SHORTEST_PASS_S) for count, seconds in points.items()})
 
 
-def _guesses(model: Measurable, count: int) -> list[Row]:
-    """Chains of guesses, `PROBE_DEPTH` deep, after a context of a tile or two."""
-    context = _context_length(model)
+def _guesses(model: Measurable, count: int, context: int = PROBE_CONTEXT) -> list[Row]:
+    """Chains of guesses, `PROBE_DEPTH` deep, after `context` positions, if the model has as many."""
+    context = _context_length(model, context)
     table = SlotTable(range(1, context + 1))
     return [table.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(count)]
 
 
-def _context_length(model: Measurable) -> int:
-    return min(PROBE_CONTEXT, model.max_model_len // 2, model.slots // 4)
+def _context_length(model: Measurable, longest: int) -> int:
+    return min(longest, model.max_model_len // 2, model.slots // 4)
 
 
 def _timed(model: Measurable, rows: Sequence[Row]) -> float:

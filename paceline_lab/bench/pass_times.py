@@ -1,8 +1,7 @@
 """`paceline bench passes`: how long the target's passes take, by their number of rows.
 
-Rows are chains of guesses after a context of a tile or two, as a worker measures them at its start
-(`paceline.model.row_probe`). Environment variables choose what computes: PACELINE_NATIVE=0, PACELINE_ATTENTION,
-PACELINE_CUDA_GRAPHS=0.
+Rows are chains of guesses after a context of a tile or two, or of a given length (`paceline.model.row_probe`).
+Environment variables choose what computes: PACELINE_NATIVE=0, PACELINE_ATTENTION, PACELINE_CUDA_GRAPHS=0.
 """
 
 from __future__ import annotations
@@ -18,27 +17,33 @@ from rich.table import Table
 
 from paceline import family
 from paceline.config import EngineConfig
+from paceline.launcher import StartError
 from paceline.model.model_loader import load
-from paceline.model.row_probe import ROW_COUNTS, measure_row_cost
+from paceline.model.row_probe import PROBE_CONTEXT, ROW_COUNTS, measure_row_cost
+from paceline.model_names import ModelNotFoundError, resolve_model
 from paceline_lab.bench import random_checkpoint
-from paceline_lab.bench.bench_measurement import check_names
 from paceline_lab.training.family.widened_family import widened_family
 
 SHIPPED, WIDENED, RANDOM = SIZES = ("shipped", "widened", "random 8B")
-"""Of the target. The last has the shape of Llama 3.1 8B and random weights."""
+"""Of the target. The last has the shape of Llama 3.1 8B and random weights. Any other name is a model's."""
 MOST = 64
 
 
-def run(console: Console, device: str, sizes: Collection[str]) -> dict[str, Any]:
-    """Measure and show; return the JSON document. Raises `StartError` for an unknown size."""
-    check_names(sizes, SIZES)
+def run(console: Console, device: str, sizes: Collection[str], context: int | None = None) -> dict[str, Any]:
+    """Measure and show; return the JSON document. `context`: positions before the rows; None: a tile or two.
+
+    Raises `StartError` for a name that is neither a size nor a model.
+    """
     found: dict[str, dict[str, Any]] = {}
+    context = context or PROBE_CONTEXT
     for size in sizes:
         with TemporaryDirectory() as folder:
             path = _checkpoint(size, Path(folder), device)
-            weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-            model = load(str(path), EngineConfig(device=device, slots=4096, threads=os.cpu_count() or 1))
-        cost = measure_row_cost(model, MOST)
+            files = path.glob("*.safetensors") if path.is_dir() else (path,)
+            weight_bytes = sum(file.stat().st_size for file in files)
+            engine = EngineConfig(device=device, slots=max(4096, 4 * context), threads=os.cpu_count() or 1)
+            model = load(str(path), engine)
+        cost = measure_row_cost(model, MOST, context=context)
         found[size] = {
             "numerics": model.numerics,
             "weight_bytes": weight_bytes,
@@ -48,10 +53,17 @@ def run(console: Console, device: str, sizes: Collection[str]) -> dict[str, Any]
     for rows in next(iter(found.values()))["ms"]:
         table.add_row(str(rows), *(f"{each['ms'][rows]:.3f} ms" for each in found.values()))
     console.print(table)
-    return {"device": device, "passes": found}
+    return {"device": device, "context": context, "passes": found}
 
 
 def _checkpoint(size: str, folder: Path, device: str) -> Path:
     if size == SHIPPED:
         return family.path(family.NAMES[0])
-    return widened_family(folder)[0] if size == WIDENED else random_checkpoint.write(folder, device)
+    if size == WIDENED:
+        return widened_family(folder)[0]
+    if size == RANDOM:
+        return random_checkpoint.write(folder, device)
+    try:
+        return Path(resolve_model(size))
+    except ModelNotFoundError as error:
+        raise StartError(f"{size} is none of {', '.join(SIZES)}; {error}") from error

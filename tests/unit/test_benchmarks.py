@@ -26,6 +26,8 @@ from paceline.core.messages import FinishReason, SpeculationStats, Timings
 from paceline.grammar import grammar_from_schema
 from paceline.launcher import StartError
 from paceline.llm import Completion
+from paceline.model import Model, load
+from paceline.model.rows import Row
 from paceline.text import Tokenizer
 from paceline_lab.bench import gpu_report, method_comparison, pass_times, random_checkpoint, scaling, step_profile
 from paceline_lab.bench.bench_measurement import PLAIN
@@ -448,6 +450,31 @@ def test_passes_are_measured_by_their_rows() -> None:
     assert max(found["ms"]) == 64
     assert 0 < found["ms"][1] <= found["ms"][64]
     assert "cpu" in found["numerics"]
+
+
+def test_passes_of_any_model_are_measured_after_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions: list[tuple[int, int]] = []
+    monkeypatch.setattr(pass_times, "MOST", 2)
+    monkeypatch.setattr(pass_times, "load", lambda *given: recorded(load(*given), positions))
+    found = pass_times.run(Console(quiet=True), "cpu", ["pydoc-draft"], 600)
+    assert found["context"] == 600
+    assert list(found["passes"]["pydoc-draft"]["ms"]) == [1, 2]
+    assert positions[:3] == [(0, 256), (256, 512), (512, 600)], "the context is computed first"
+    assert positions[-1] == (600, 601)
+    with pytest.raises(StartError, match="pydok is none of shipped, widened, random 8B; no model at"):
+        pass_times.run(Console(quiet=True), "cpu", ["pydok"])
+
+
+def recorded(model: Model, positions: list[tuple[int, int]]) -> Model:
+    """The model, which notes the first position of each pass, and the one after the last."""
+    run = model.run
+
+    def recording(rows: Sequence[Row], *rest: Any) -> Any:
+        positions.append((rows[0].position, rows[-1].position + 1))
+        return run(rows, *rest)
+
+    model.run = recording  # type: ignore[method-assign]
+    return model
 
 
 def test_passes_of_a_random_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
