@@ -87,13 +87,15 @@ def serve(
     given |= {"tensor_parallel_size": tensor_parallel_size}
     if engine is not EngineName.VLLM and vllm_options is not None:
         raise typer.BadParameter("--vllm-options is for --engine vllm")
+    settings = (engine_config or EngineConfig()).model_copy(update={key: each for key, each in given.items() if each})
+    takes_gguf = engine is not EngineName.VLLM and settings.tensor_parallel_size == 1
     with start_errors():
-        model = model or default_model()
+        model = model or default_model(takes_gguf=takes_gguf)
         download_models(model, speculative_config)
     options = deployment.DeploymentOptions(
         model,
         speculative_config,
-        (engine_config or EngineConfig()).model_copy(update={name: value for name, value in given.items() if value}),
+        settings,
         host,
         port,
         draft_workers,

@@ -35,9 +35,12 @@ def available(name: str, fallback: str | None) -> str:
     return name
 
 
-def default_model() -> str:
-    """What is served where no model is named: a published model, or the shipped one if it cannot be downloaded."""
-    return available(SMOLLM2, family.NAMES[0])
+def default_model(*, takes_gguf: bool = True) -> str:
+    """What is served where no model is named: a published model, or the shipped one if that cannot be downloaded.
+
+    `takes_gguf`: whether what computes can take a GGUF file, which published models are.
+    """
+    return available(SMOLLM2, family.NAMES[0]) if takes_gguf else family.NAMES[0]
 
 
 def offers() -> list[str]:

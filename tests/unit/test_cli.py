@@ -112,7 +112,9 @@ def test_without_a_name_a_published_model_is_served_or_the_shipped_one(
     with (tmp_path / "models" / model.file).open("wb") as file:
         file.truncate(model.size)
     assert words_of("serve") == ""
-    assert served == ["mine.gguf", "pydoc", SMOLLM2]
+    for options in (("--engine", "vllm"), ("--tensor-parallel-size", "2")):  # neither takes a GGUF file
+        assert words_of("serve", *options) == ""
+    assert served == ["mine.gguf", "pydoc", SMOLLM2, "pydoc", "pydoc"]
     assert [json.loads(words_of("demo", *name))["model"] for name in ((), ("mine.gguf",))] == [SMOLLM2, "mine.gguf"]
 
 
