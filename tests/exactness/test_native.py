@@ -348,6 +348,13 @@ def test_a_sum_over_ranks_that_fails_ends_the_pass_with_its_error() -> None:
         Weights(Shape(), torch.float32).network(sums=lost).run([SlotTable([1]).row(5, 0)], [0])
 
 
+def test_the_largest_matrix_is_copied_before_the_layers() -> None:
+    """It is in memory twice meanwhile: a load takes least when that is at its beginning."""
+    weights = Weights(Shape(), torch.float32)
+    network = weights.network(layer_packed=lambda: weights.head.fill_(torch.nan))
+    assert network.run([SlotTable([1]).row(5, 0)], [0])[0].isfinite().all()
+
+
 def test_memory_comes_back_when_a_network_is_dropped() -> None:
     big = Weights(Shape(hidden=512, inner=4096), torch.float32)
     size = sum(getattr(layer, name).nbytes for layer in big.layers for name in ("gate", "up", "down"))

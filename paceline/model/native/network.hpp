@@ -82,6 +82,8 @@ class Network : public AnyNetwork {
           inner_(padded(spec.inner, LANES)),
           attended_(spec.query_heads * spec.head_width),
           arenas_(pool.parts()) {
+        // The largest matrix first: while it is copied it is in memory twice.
+        if (spec.head.data) head_ = matrix(pool, spec.head, spec.vocabulary, nullptr, spec.hidden, hidden_);
         phases_.push_back({BEGIN, 0});
         for (int l = 0; l < spec.layers; l++) {
             add_phases(l, layers[l]);
@@ -95,7 +97,6 @@ class Network : public AnyNetwork {
         if (spec.projection.data)
             projection_ = matrix(pool, spec.projection, spec.hidden, spec.projection_bias, 2 * hidden_, 2 * hidden_);
         final_norm_ = vector_of(spec.norm, spec.hidden, hidden_);
-        if (spec.head.data) head_ = matrix(pool, spec.head, spec.vocabulary, nullptr, spec.hidden, hidden_);
         for (int t = 0; t < pool.parts(); t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec, hidden_));
     }
 
