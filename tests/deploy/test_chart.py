@@ -20,6 +20,7 @@ import paceline
 from paceline.cli.deployment import GRACE_S
 from paceline.config import EngineConfig
 from paceline.config.vllm_options import VllmOptions
+from paceline.model_names import served_name
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.vllm.engine_arguments import ALLOWED, engine_arguments
 from paceline_services.target import ray_replicas
@@ -109,6 +110,14 @@ def test_gateways_get_models_of_other_releases() -> None:
     )
     assert settings.models == {"llama-70b": "/models/llama-70b", "llama-8b": "/models/llama-8b", "tiny": "/models/b"}
     assert settings.aliases == {"small": "llama-8b"}
+
+
+@pytest.mark.parametrize("file", ["llama-3b-Q4_K_M.gguf", "llama-70b-00001-of-00003.gguf", "v1.gguf-folder"])
+def test_a_file_is_called_as_paceline_serve_calls_it(file: str) -> None:
+    path, other = f"/models/{file}", f"/more/other-{file}"
+    drawn = render(merged(GPU, {"model": {"path": path}, "gateway": {"moreModels": [{"path": other}]}}))
+    assert options(drawn, "target").served_model_name == served_name(path, None)
+    assert options(drawn, "gateway").models == {served_name(each, None): each for each in (path, other)}
 
 
 def test_a_pod_gets_the_time_that_it_needs_to_drain() -> None:

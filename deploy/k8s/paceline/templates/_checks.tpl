@@ -2,7 +2,7 @@
 {{- define "paceline.checks" -}}
 {{- with .Values }}
 {{- if not .model.path }}
-{{- fail "model.path: name the model to serve, a folder under model.mountPath or one that ships, such as pydoc" }}
+{{- fail "model.path: name the model to serve, a folder or GGUF file under model.mountPath or one that ships, such as pydoc" }}
 {{- end }}
 {{- if and .draft.enabled (not .speculation) }}
 {{- fail "speculation: say how the draft workers are to guess, or set draft.enabled to false" }}

@@ -31,6 +31,12 @@ labels:
 {{ $name }}:{{ $.Values.images.tag | default $.Chart.AppVersion }}
 {{- end -}}
 
+{{/* The name of a model for clients, from an object with path and servedName: of a GGUF file without its ending and the
+number of its part. */}}
+{{- define "paceline.nameOf" -}}
+{{- .servedName | default (regexReplaceAll "(-[0-9]{5}-of-[0-9]{5})?[.]gguf$" (base .path) "") -}}
+{{- end -}}
+
 {{- define "paceline.servedName" -}}
-{{- .Values.model.servedName | default (base .Values.model.path) -}}
+{{- include "paceline.nameOf" .Values.model -}}
 {{- end -}}
