@@ -17,6 +17,7 @@ from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.state.record_store import RecordLimits
 from paceline.telemetry import logs
 from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.http.event_stream import PING_S
 from paceline_services.gateway.server import GatewaySettings, serve
 from paceline_services.service_entrypoint import REDIS_URL_VARIABLE, parse_with_config_file, positive_int, run_service
 from paceline_services.tls_options import add_tls_options, load_certificates, service_certificates
@@ -152,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         default=records.max_bytes // MEGABYTE,
         help="most megabytes of kept responses and streams, in Redis",
     )
+    add("--ping-s", type=float, default=PING_S, help="a stream that is silent so long sends a ping; 0: never")
     add("--demo-socket", type=Path, metavar="PATH", help="set by `paceline serve --demo-page`")
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")

@@ -20,7 +20,7 @@ from paceline_services.gateway.api_docs import add_api_docs
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.http.auth_middleware import AuthMiddleware, error_response
-from paceline_services.gateway.http.event_stream import ClientGoneError
+from paceline_services.gateway.http.event_stream import PING_S, ClientGoneError
 from paceline_services.gateway.http.http_metrics import (
     CLIENT_CLOSED_REQUEST,
     HttpMetricsMiddleware,
@@ -45,14 +45,16 @@ def create_app(
     origins: Sequence[str] = (),
     options: Mapping[str, Any] = MappingProxyType({}),
     demo_socket: Path | None = None,
+    ping_s: float = PING_S,
 ) -> FastAPI:
     """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says.
 
     `origins`: sites whose pages may use it. `options`: what `/server_info` shows. `demo_socket`: the launcher's, in
-    demo mode.
+    demo mode. `ping_s`: see `EventStream`.
     """
     models, journals = responses.models, responses.journals
     app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
+    app.state.ping_s = ping_s
     app.add_middleware(AuthMiddleware, models, authenticator, origins)
     if origins:
         app.add_middleware(

@@ -32,6 +32,7 @@ from paceline_services.gateway.admission import AdmissionLimits, Capacity
 from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.grpc.inference_servicer import create_server
 from paceline_services.gateway.http.connection_limits import LimitedHttpProtocol
+from paceline_services.gateway.http.event_stream import PING_S
 from paceline_services.gateway.http_app import create_app
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
@@ -82,6 +83,8 @@ class GatewaySettings:
     """Of what is kept for clients: finished responses, and journals of streams."""
     demo_socket: Path | None = None
     """The launcher's socket in demo mode, at which a page may have a draft worker killed."""
+    ping_s: float = PING_S
+    """Seconds of silence after which a stream sends a ping; 0: never."""
     edge_tls: Certificates | None = None
     """For clients; None: HTTP and gRPC are in plain text."""
     tls: Certificates | None = None
@@ -93,7 +96,7 @@ class GatewaySettings:
     @property
     def public(self) -> dict[str, Any]:
         """The options as JSON, without files and paths: of these only whether they are given."""
-        shown = ("host", "port", "grpc_port", "drain_s", "worker_id", "tool_call_parser", "reasoning_parser")
+        shown = ("host", "port", "grpc_port", "drain_s", "ping_s", "worker_id", "tool_call_parser", "reasoning_parser")
         given = {name: getattr(self, name) is not None for name in ("api_keys", "edge_tls", "tls")}
         others = {
             "aliases": dict(self.aliases),
@@ -151,6 +154,7 @@ async def running(
             settings.allow_origin,
             settings.public,
             settings.demo_socket,
+            settings.ping_s,
         )
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import re
@@ -172,6 +173,18 @@ async def test_one_connection_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (probed.status_code, probed.headers["connection"]) == (200, "close")
         assert 'paceline_rejections_total{model_name="pydoc",reason="connections"} 1.0' in await stack.metrics()
         assert (await stack.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
+async def test_a_compressed_body_is_refused_by_its_encoding(path: str) -> None:
+    async with open_stack(counts) as stack:
+        packed = gzip.compress(b"{}")
+        refused = await stack.http.post(path, content=packed, headers={"content-encoding": "gzip"})
+        assert refused.status_code == 415
+        assert "content-encoding gzip is not read" in refused.json()["error"]["message"]
+        assert refused.headers["accept-encoding"] == "identity"
+        body, headers = {"prompt": "x", "max_tokens": 1}, {"content-encoding": "identity"}
+        assert (await stack.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
 
 
 async def test_a_body_that_does_not_come() -> None:

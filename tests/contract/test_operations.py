@@ -57,6 +57,15 @@ async def test_probes() -> None:
         assert (await stack.http.get("/ready")).json() == {"status": "ok"}
 
 
+async def test_probes_without_a_body() -> None:
+    """Load balancers ask with HEAD."""
+    async with open_stack() as stack:
+        answers = [await stack.http.head(path) for path in ("/live", "/ready", "/health")]
+        assert [(each.status_code, each.content) for each in answers] == [(200, b""), (503, b""), (503, b"")]
+        await stack.add_target(counts)
+        assert (await stack.http.head("/health")).status_code == 200
+
+
 async def test_load_counts_what_runs_and_what_waits() -> None:
     async with open_stack(counts, burst=1) as stack:
         assert (await stack.http.get("/load")).json() == {"server_load": 0, "num_waiting_reqs": 0}

@@ -20,6 +20,7 @@ from paceline_services.gateway.http.error_shape import MESSAGES_PATH
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
 from paceline_services.gateway.http.resumption import begin_request, numbered
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.chat_prompt import render_chat
@@ -60,6 +61,9 @@ DESCRIPTION = ApiDescription(
 )
 
 
+PING = ServerSentEvent({"type": "ping"}, event="ping").encode()
+
+
 def add_messages_api(app: FastAPI, models: ModelDirectory, journals: Journals) -> None:
     """Add `/v1/messages` and `/v1/messages/count_tokens`, and describe them."""
 
@@ -76,7 +80,7 @@ def add_messages_api(app: FastAPI, models: ModelDirectory, journals: Journals) -
         deltas = traced(span, model.model, requests, output, streamed=bool(body.stream))
         if body.stream:
             to_event = partial(error_event, request_id=request.scope["state"][REQUEST_ID_HEADER])
-            return EventStream(numbered(journal, response.events(deltas)), closing=b"", error=to_event)
+            return EventStream(numbered(journal, response.events(deltas)), closing=b"", error=to_event, ping=PING)
         [whole] = await while_connected(request.receive, collect(requests, deltas))
         return JsonResponse(response.message(whole))
 

@@ -13,12 +13,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from paceline.core.messages import Delta, GenerationRequest
-from paceline_services.gateway.api_errors import CLOSE_CONNECTION, InvalidRequestError, OverloadedError
+from paceline_services.gateway.api_errors import CLOSE_CONNECTION, MAX_ECHOED, InvalidRequestError, OverloadedError
 from paceline_services.gateway.http.event_stream import ClientGoneError
 from paceline_services.gateway.http.server_sent_event import encode_json
 from paceline_services.gateway.model_directory import ModelDirectory
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+IDENTITY = "identity"
+"""The encoding of a body that is sent as it is (RFC 9110)."""
 
 
 class JsonResponse(Response):
@@ -30,6 +33,13 @@ class JsonResponse(Response):
 
 async def read_body(request: Request, models: ModelDirectory) -> bytes:
     """Read the body within the limits. Raises `InvalidRequestError`, `OverloadedError` or `ClientGoneError`."""
+    if (encoding := request.headers.get("content-encoding", IDENTITY).strip().lower()) not in ("", IDENTITY):
+        raise InvalidRequestError(
+            f"content-encoding {encoding[:MAX_ECHOED]} is not read: send the body as it is",
+            status=415,
+            code="unsupported_encoding",
+            headers={"accept-encoding": IDENTITY, **CLOSE_CONNECTION},
+        )
     capacity, limits = models.capacity, models.capacity.limits
     body = bytearray()
     try:

@@ -67,12 +67,15 @@ def add_operations(
 
 def _add_probes(app: FastAPI, models: ModelDirectory, registry: CollectorRegistry) -> None:
     @app.get("/live")
+    @app.head("/live", include_in_schema=False)
     async def live() -> Response:
         """200 while the event loop runs."""
         return JsonResponse({"status": "ok"})
 
     @app.get("/ready")
     @app.get("/health")
+    @app.head("/ready", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         """200 only while requests can be served."""
         models.check_available()
