@@ -6,12 +6,11 @@ A model's publisher writes the template and clients write the messages, so rende
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -37,11 +36,23 @@ class ChatTemplate:
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not parse: {error}") from error
         self.source = source
+        self.variables = meta.find_undeclared_variables(_environment().parse(source))
+        """Variables that the template reads: no other has an effect."""
         self._special_tokens = dict(special_tokens)
+        self._roles: dict[str, bool] = {}
 
-    def mentions(self, variable: str) -> bool:
-        """Whether the template has the word: a variable that it does not mention has no effect."""
-        return re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
+    def has_turn(self, role: str) -> bool:
+        """Whether the template knows this role by name and shows what it says."""
+        if role not in self._roles:
+            self._roles[role] = f'"{role}"' in self.source.replace("'", '"') and self._shows(role)
+        return self._roles[role]
+
+    def _shows(self, role: str) -> bool:
+        said = "what they say"
+        try:
+            return said in self.render([{"role": role, "content": said}, {"role": "user", "content": "."}])
+        except ChatTemplateError:
+            return False
 
     def render(
         self,

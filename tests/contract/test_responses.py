@@ -357,7 +357,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input[0].name"),
         ({"input": [CALL | {"name": ""}]}, "input[0].name"),
-        ({"input": [CALL | {"arguments": "{"}]}, "input"),
+        ({"input": [CALL | {"arguments": "{} {}"}]}, "input"),
         ({"input": [CALL | {"type": "function_call_output"}]}, "input[0].output"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
         ({"input": "x" * 20_000}, "input"),

@@ -74,7 +74,7 @@ def tool(id_: str, text: str) -> dict[str, Any]:
         (
             None,
             [thought("t"), thought("u"), message("user", [{"type": "input_text", "text": t} for t in "ab"])],
-            [{**message("assistant", ""), "reasoning_content": "tu"}, message("user", "ab")],
+            [{**message("assistant", ""), "reasoning_content": "tu"}, message("user", "a\nb")],
         ),
     ],
     ids=["one", "system", "all parts of a turn", "several of the assistant", "texts in parts"],

@@ -316,7 +316,7 @@ class ChatFields(Body):
 
     @model_validator(mode="after")
     def _known_choice(self) -> ChatFields:
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise InvalidRequestError("tool_choice is only allowed with tools", param="tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice):
             name = self.tool_choice.function.name

@@ -18,7 +18,8 @@ class ExtensibleBody(Body):
 
 
 def _parse_arguments(value: Any) -> Any:
-    """The object in a JSON text. No arguments are an empty object."""
+    """The object in a JSON text, or what there is of one that was cut off: clients send back the calls that they got.
+    No arguments are an empty object."""
     if value is None or value == "":
         return {}
     if not isinstance(value, str):
@@ -26,6 +27,8 @@ def _parse_arguments(value: Any) -> Any:
     try:
         return from_json(value, allow_inf_nan=False)
     except ValueError as error:
+        if str(error).startswith("EOF"):
+            return from_json(value, allow_inf_nan=False, allow_partial="trailing-strings")
         raise ValueError(f"is not valid JSON: {error}") from None
 
 
@@ -55,23 +58,23 @@ class ChatMessage(ExtensibleBody):
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
-        """Joins content that comes in parts, which must be text. null becomes an empty text."""
+        """Joins content that comes in parts, which must be text, each on lines of its own. null is an empty text."""
         if value is None:
             return ""
         if not isinstance(value, list):
             return value
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
             raise ValueError("only parts of type text are supported")
-        return "".join(part["text"] for part in value)
+        return "\n".join(part["text"] for part in value)
 
     def for_template(self, template: ChatTemplate) -> dict[str, Any]:
         """The message for a chat template.
 
         Templates ask whether a message has `tool_calls` at all, add to its `content`, and read the reasoning of earlier
-        turns under one name or the other. To one that does not know the role `developer`, it is `system`.
+        turns under one name or the other. To one without a turn for the role `developer`, it is `system`.
         """
         message = self.model_dump(exclude_unset=True)
-        if self.role == "developer" and not template.mentions("developer"):
+        if self.role == "developer" and not template.has_turn("developer"):
             message["role"] = "system"
         if self.tool_calls:
             message.setdefault("content", "")

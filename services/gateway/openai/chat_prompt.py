@@ -12,6 +12,8 @@ RESERVED_VARIABLES = frozenset(
     ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 )
 """Not for `chat_template_kwargs`: arguments of transformers' `apply_chat_template` besides the template's variables."""
+THINKING = ("enable_thinking", "thinking")
+"""Variables that say whether the model thinks: of Qwen 3's template and GLM's; of DeepSeek V3.1's and Granite's."""
 
 
 def render_chat(fields: ChatFields, tokenizer: Tokenizer) -> str:
@@ -52,23 +54,23 @@ def template_variables(fields: ChatFields, template: ChatTemplate) -> Json:
         variables["documents"] = fields.documents
     if tools := fields.offered_tools:
         _check_known("tools", template)
-        variables["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
+        variables["tools"] = [tool.for_template() for tool in tools]
     return variables
 
 
 def _effort(effort: ReasoningEffort | None, template: ChatTemplate) -> Json:
-    """Some templates know levels of effort, some only whether the model thinks."""
+    """Some templates know levels of effort, some only whether the model thinks, under one name or another."""
     if effort is None:
         return {}
-    variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    known = {name: value for name, value in variables.items() if template.mentions(name)}
+    variables = {"reasoning_effort": effort} | dict.fromkeys(THINKING, effort != "none")
+    known = {name: value for name, value in variables.items() if name in template.variables}
     if not known:
         raise _unknown("reasoning_effort")
     return known
 
 
 def _check_known(name: str, template: ChatTemplate) -> None:
-    if not template.mentions(name):
+    if name not in template.variables:
         raise _unknown(name)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from paceline_services.gateway.field_types import Body
+from paceline_services.gateway.field_types import Body, Unused
 
 MAX_TOOLS = 128
 """OpenAI's limit."""
@@ -37,6 +37,13 @@ class FunctionDefinition(Body):
 class Tool(Body):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Unused = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool for a chat template. Many read a description and parameters without asking whether there are any."""
+        function = self.function.model_dump(exclude_unset=True, exclude_none=True)
+        defaults = {"name": self.function.name, "description": "", "parameters": {"type": "object", "properties": {}}}
+        return {"type": self.type, "function": {**defaults, **function}}
 
 
 def _check_size(tools: list[Tool]) -> list[Tool]:

@@ -62,7 +62,7 @@ class MessageItem(ConversationItem):
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content)
 
     def as_json(self, id_: str) -> Json:
         texts = [part.text for part in self.content]
@@ -100,7 +100,7 @@ class FunctionCallOutputItem(ConversationItem):
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.output)
+        return "\n".join(part.text for part in self.output)
 
     def as_json(self, id_: str) -> Json:
         return super().as_json(id_) | {"type": self.type, "call_id": self.call_id, "output": self.text}
