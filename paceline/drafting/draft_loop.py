@@ -75,7 +75,6 @@ class SpeculatorFacts:
     method: str
     model: str
     vocabulary_fingerprint: str
-    vocabulary_size: int
     hidden_state_layers: Sequence[int]
     position_limit: int
 
@@ -85,7 +84,6 @@ class SpeculatorFacts:
             speculator.method,
             speculator.model,
             speculator.vocabulary_fingerprint,
-            speculator.vocabulary_size,
             tuple(speculator.hidden_state_layers),
             speculator.position_limit,
         )
@@ -176,7 +174,9 @@ class DraftLoop:
                 self._dropped += 1
 
     def _apply_event(self, link: _LinkState, event: RequestEvent) -> None:
-        """Apply an event. Late events of closed requests are ignored."""
+        """Apply an event. Late events of closed requests are ignored. Raises `DraftError`."""
+        if isinstance(event, Opening | Commit):
+            self._check_tokens(event.tokens)
         if isinstance(event, Opening):
             self._open(link, event)
         elif isinstance(event, RequestClosed):
@@ -189,6 +189,12 @@ class DraftLoop:
             self._speculator.limit(replace(event, request_id=own_id))
         else:
             self._speculator.context(replace(event, request_id=own_id))
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        """A target's matrices may be padded to more tokens than the draft has, and clients may send their ids."""
+        size = self._speculator.vocabulary_size
+        if size and max(tokens) >= size:
+            raise DraftError(f"token {max(tokens)} is outside the vocabulary of {size}")
 
     def _open(self, link: _LinkState, opening: Opening) -> None:
         own_id = self._next_id

@@ -50,9 +50,7 @@ class _Links:
         """Return when the pipe is closed."""
         options = await asyncio.wait_for(self._options, OPTIONS_TIMEOUT_S)
         tls = Certificates(*map(Path, options.tls_files)) if options.tls_files else None
-        config = DraftLinkConfig(
-            options.fingerprint, options.vocabulary_size, tls=tls, hidden_state_layers=options.hidden_state_layers
-        )
+        config = DraftLinkConfig(options.fingerprint, tls=tls, hidden_state_layers=options.hidden_state_layers)
         stream_ids = count(1)
         metrics = TargetMetrics(CollectorRegistry(), "vllm", slots=0)
         async with open_store(options.redis_url) as store:

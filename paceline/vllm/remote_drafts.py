@@ -90,7 +90,6 @@ def pooled_drafts(settings: RemoteDraftsSettings, facts: TargetFacts, depth: int
         settings.drafts,
         settings.redis_url,
         facts.fingerprint,
-        facts.vocabulary_size,
         settings.tls_files,
         settings.hidden_state_layers,
     )

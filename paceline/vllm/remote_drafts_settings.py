@@ -83,7 +83,6 @@ class LinkOptions:
     addresses: Sequence[str]
     redis_url: str | None
     fingerprint: str
-    vocabulary_size: int
     tls_files: tuple[str, str, str] | None
     """Certificate, key, authority."""
     hidden_state_layers: Sequence[int] = ()

@@ -130,19 +130,20 @@ def encode_growth_frame(update: LinkUpdate) -> pb.GrowthFrame:
     )
 
 
-def decode_growth_frame(frame: pb.GrowthFrame, vocabulary_size: int) -> LinkUpdate:
-    """Return growth that needs no further checks before it is grafted. Raises `WireError` otherwise."""
+def decode_growth_frame(frame: pb.GrowthFrame) -> LinkUpdate:
+    """Return growth that needs no further checks before it is grafted, but one: a draft's matrices may be padded to
+    more tokens than the target has (`paceline.engine.draft_manager`). Raises `WireError` otherwise."""
     return LinkUpdate(
-        growths=_decode_growths(frame.growths, vocabulary_size),
+        growths=_decode_growths(frame.growths),
         dropped={each.request_id: each.reason for each in frame.dropped},
         applied=frame.applied,
         timings=Timings(frame.queue_us / 1e6, frame.compute_us / 1e6, (frame.queue_us + frame.compute_us) / 1e6),
     )
 
 
-def parse_growth_frame(data: bytes, vocabulary_size: int) -> LinkUpdate:
+def parse_growth_frame(data: bytes) -> LinkUpdate:
     """Return `decode_growth_frame` of a serialised frame."""
-    return decode_growth_frame(pb.GrowthFrame.FromString(data), vocabulary_size)
+    return decode_growth_frame(pb.GrowthFrame.FromString(data))
 
 
 def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
@@ -156,7 +157,7 @@ def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
     )
 
 
-def _decode_growths(messages: Sequence[pb.GrowthFrame.Growth], vocabulary_size: int) -> GrowthBatch:
+def _decode_growths(messages: Sequence[pb.GrowthFrame.Growth]) -> GrowthBatch:
     """Parent ids are 0 for the root, or any id that this draft has used, also of pruned nodes."""
     headers: list[tuple[int, int, int, int]] = []
     parent_ids: list[int] = []
@@ -171,9 +172,7 @@ def _decode_growths(messages: Sequence[pb.GrowthFrame.Growth], vocabulary_size: 
         tokens.extend(nodes.tokens)
         log_probs.extend(nodes.log_probs)
         if have_distributions:
-            distributions += _decode_distributions(message.draft_laws, nodes.tokens, vocabulary_size)
-    if max(tokens, default=0) >= vocabulary_size:
-        raise WireError(f"nodes: token {max(tokens)} is outside the vocabulary of {vocabulary_size}")
+            distributions += _decode_distributions(message.draft_laws, nodes.tokens)
     return GrowthBatch(headers, parent_ids, tokens, log_probs, distributions)
 
 
@@ -198,17 +197,15 @@ def _encode_distribution(distribution: DraftDistribution) -> pb.DraftLaw:
     return pb.DraftLaw(token_steps=steps, weights=[distribution[token] for token in tokens])
 
 
-def _decode_distributions(
-    messages: Sequence[pb.DraftLaw], nodes: Sequence[int], vocabulary_size: int
-) -> Sequence[DraftDistribution]:
+def _decode_distributions(messages: Sequence[pb.DraftLaw], nodes: Sequence[int]) -> Sequence[DraftDistribution]:
     if not messages:
         return [CERTAIN_TOKEN] * len(nodes)
     if len(messages) != len(nodes):
         raise WireError(f"draft_laws: {len(messages)} for {len(nodes)} nodes")
-    return [_decode_distribution(each, node, vocabulary_size) for each, node in zip(messages, nodes, strict=True)]
+    return [_decode_distribution(each, node) for each, node in zip(messages, nodes, strict=True)]
 
 
-def _decode_distribution(message: pb.DraftLaw, node: int, vocabulary_size: int) -> DraftDistribution:
+def _decode_distribution(message: pb.DraftLaw, node: int) -> DraftDistribution:
     tokens, weights = list(itertools.accumulate(message.token_steps)), message.weights
     if not tokens and not weights:
         return CERTAIN_TOKEN
@@ -216,8 +213,8 @@ def _decode_distribution(message: pb.DraftLaw, node: int, vocabulary_size: int) 
         raise WireError(
             f"draft_laws: {len(tokens)} tokens with {len(weights)} weights, of at most {MAX_DISTRIBUTION_TOKENS}"
         )
-    if 0 in message.token_steps[1:] or tokens[-1] >= vocabulary_size:
-        raise WireError(f"draft_laws: token ids that do not rise, or are outside the vocabulary of {vocabulary_size}")
+    if 0 in message.token_steps[1:]:
+        raise WireError("draft_laws: token ids that do not rise")
     if not 0 < min(weights) <= max(weights) <= MAX_WEIGHT:
         raise WireError(f"draft_laws: weights from {min(weights)} to {max(weights)}")
     distribution = dict(zip(tokens, weights, strict=True))

@@ -32,7 +32,6 @@ class DraftLinkConfig:
     """What a target requires of its draft workers, and its timeouts."""
 
     vocabulary_fingerprint: str
-    vocabulary_size: int
     connect_timeout_s: float = 5.0
     progress_timeout_s: float = 10.0
     """A worker that has frames to apply and applies none for this long hangs."""
@@ -132,7 +131,7 @@ class DraftStream:
         if frame is None:  # gRPC could not parse it
             raise WireError("a message that is no GrowthFrame")
         self._metrics.received(frame.ByteSize())
-        update = decode_growth_frame(frame, self._config.vocabulary_size)
+        update = decode_growth_frame(frame)
         if not 0 <= update.applied - self._applied <= len(self._sent_at):
             raise WireError(f"applied: {update.applied} of {self._applied + len(self._sent_at)} frames sent")
         if not (update.applied > self._applied or update.growths or update.dropped):

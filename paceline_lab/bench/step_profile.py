@@ -148,11 +148,10 @@ def _timed_call(call: Callable[..., Any], stopwatch: Stopwatch, part: str) -> Ca
 class Loopback(MessageDispatcher):
     """In place of an engine's pipe: its other end is a draft in the same thread, frames and pickles included."""
 
-    def __init__(self, stopwatch: Stopwatch, speculator: Speculator | None, vocabulary_size: int) -> None:
+    def __init__(self, stopwatch: Stopwatch, speculator: Speculator | None) -> None:
         super().__init__()
         self._stopwatch = stopwatch
         self._speculator = speculator
-        self._vocabulary_size = vocabulary_size
         self.pass_s = 0.0
         """Time of the last pass: the draft's time budget in the next step."""
         self.rounds = 0
@@ -187,7 +186,7 @@ class Loopback(MessageDispatcher):
             growths = piped(growths)
         with self._stopwatch.part("wire"):
             frame = encode_growth_frame(LinkUpdate(growths)).SerializeToString()
-            update = parse_growth_frame(frame, self._vocabulary_size)
+            update = parse_growth_frame(frame)
         with self._stopwatch.part("pipe"):
             message = piped(StreamUpdate(LINK, update.growths.fields, ()))
         self.dispatch(message)
@@ -412,7 +411,7 @@ def _engine(llm: LLM, config: SpeculativeConfig, stopwatch: Stopwatch) -> tuple[
     """An engine over the loaded model. Its draft, if any, is at the other end of the loopback."""
     weights = llm.model.target_weights
     speculator = build_speculator(config, llm.config, weights, llm.model.name) if config.enabled else None
-    loopback = Loopback(stopwatch, speculator, llm.model.vocabulary_size)
+    loopback = Loopback(stopwatch, speculator)
     drafting: Any = NoDraftClient()
     if speculator is not None:
         drafting = TimedCalls(RemoteDraftClient(loopback), DRAFT_CALLS, stopwatch, "wire")  # type: ignore[arg-type]

@@ -251,5 +251,5 @@ class _Run:
         self._draft_pipes[link].put(LinkEvents(link, parse_draft_frame(data), self._time.now()))
 
     def _deliver_to_engine(self, link: int, data: bytes) -> None:
-        grown = parse_growth_frame(data, self._pair.target.vocabulary)
+        grown = parse_growth_frame(data)
         self._engine_pipe.put(StreamUpdate(link, grown.growths.fields, list(grown.dropped)))

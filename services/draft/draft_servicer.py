@@ -98,7 +98,6 @@ class _TargetLink:
         self.open_requests: set[int] = set()
         self._number = number
         self._layers = len(facts.hidden_state_layers)
-        self._vocabulary_size = facts.vocabulary_size
         self._send = send
         self._spans = spans
         self._last_request_id = 0
@@ -130,19 +129,13 @@ class _TargetLink:
                 raise WireError(f"opens.request_id: {event.request_id} is not higher than {self._last_request_id}")
             self._last_request_id = event.request_id
             self.open_requests.add(event.request_id)
-            self._check_tokens(event.tokens)
         elif isinstance(event, Commit):
-            self._check_tokens(event.tokens)
             if event.hidden_states is not None:
                 self._check_layers(event.hidden_states.shape[1])
         elif isinstance(event, Context):
             self._check_layers(event.hidden_states.shape[1])
         elif isinstance(event, RequestClosed):
             self.open_requests.discard(event.request_id)
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if self._vocabulary_size and max(tokens) >= self._vocabulary_size:
-            raise WireError(f"token_ids: {max(tokens)} is outside the vocabulary of {self._vocabulary_size}")
 
     def _check_layers(self, layers: int) -> None:
         if layers != self._layers:

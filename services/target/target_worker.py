@@ -62,7 +62,7 @@ async def target_worker(
         known = await stored_acceptance(store, description)
         engine.send(CalibrationCounts(known.cell_drafted, known.cell_accepted))
         if options.engine == "paceline" and speculation.enabled and speculation.draft_placement == "worker":
-            config = DraftLinkConfig(info.fingerprint, info.vocabulary_size, tls=tls)
+            config = DraftLinkConfig(info.fingerprint, tls=tls)
             pool = DraftPool(config, engine.send, info.layers, metrics)
             engine.on(ConnectDrafts, pool.connect)
             engine.on(SendDraftFrame, pool.send)

@@ -96,7 +96,6 @@ LIES = {
     "padding that is not 0": growth_with(nodes=packed([8, 9], [0, 1])[:-1] + b"\xff"),
     "node 0": growth_with(first_node_id=0),
     "a parent before all nodes": growth_with(nodes=packed([8, 9], [0, 2])),
-    "token outside the vocabulary": growth_with(nodes=packed([8, VOCABULARY], [0, 1])),
     "position beyond any context": growth_with(base_position=2**31),
     "too many nodes": growth_with(nodes=packed([1] * (MAX_NODES + 1), [0] * (MAX_NODES + 1))),
     "more nodes than a tree may have": lambda frame: Frame(growths=list(growth_with()(frame).growths) * 5, applied=1),
@@ -114,6 +113,14 @@ async def test_a_valid_growth_is_accepted() -> None:
     async with lying(Liar(growth_with())) as address, target() as here:
         await here.open(1, address)
         assert await here.drafted(1, 2) == [8, 9]
+
+
+async def test_a_guess_of_a_token_that_the_target_has_not_is_no_lie() -> None:
+    """A draft's matrices may be padded to more tokens. The engine leaves such a growth out."""
+    async with lying(Liar(growth_with(nodes=packed([8, VOCABULARY], [0, 1])))) as address, target() as here:
+        await here.open(1, address)
+        assert await here.drafted(1, 2) == [8, VOCABULARY]
+        assert here.connected == [address]
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -237,7 +244,6 @@ BAD_FRAMES = {
         opens=[{"request_id": 1, "token_ids": [1], "sampling": {"temperature": -1}}]
     ),
     "an empty commit": draft_pb2.DraftFrame(commits=[{"request_id": 1}]),
-    "a token outside the vocabulary": draft_pb2.DraftFrame(commits=[{"request_id": 1, "token_ids": [VOCABULARY]}]),
     "unwanted hidden states": states(dtype=1, shape=[1, 1, 1], data=bytes(4)),
     "a tensor too short": states(dtype=1, shape=[1, 1, 2], data=bytes(4)),
     "an empty tensor": states(dtype=1, shape=[0, 2**32 - 1, 2**32 - 1]),
@@ -257,6 +263,23 @@ async def test_a_bad_frame_of_a_target_closes_its_link_only(bad: str) -> None:
         here.commit(1, 2, [8], 1)
         assert await here.drafted(1, 1) == [11]
         assert worker.servicer.open_requests == 1
+
+
+@pytest.mark.parametrize("at", ["its opening", "a commit"])
+async def test_a_token_that_the_draft_has_not_ends_drafts_of_its_request_alone(at: str) -> None:
+    """A target's matrices may be padded to more tokens, and clients may send their ids."""
+    async with draft_worker() as worker, target() as here:
+        await here.open(1, worker.address)
+        await here.drafted(1)
+        padded = VOCABULARY if at == "its opening" else 8
+        await here.open(2, worker.address, [7, padded])
+        if at == "a commit":
+            await here.drafted(2)
+            here.commit(2, 1, [VOCABULARY], 1)
+        await until(lambda: worker.servicer.open_requests == 1)
+        here.commit(1, 2, [8], 1)
+        assert await here.drafted(1, 1) == [11]
+        assert here.connected == [worker.address]
 
 
 async def test_an_error_in_a_speculator_ends_the_draft_loop() -> None:

@@ -91,7 +91,7 @@ async def target_worker(
         description = target_description(model_facts(engine, speculation), options)
         servicer = TargetServicer(description, requests, connection.send, tracing)
         connection.on(StepResult, lambda step: servicer.send_deltas(step.deltas, step.load))
-        link_config = DraftLinkConfig(model.fingerprint, model.vocabulary_size, progress_timeout_s=hang_s)
+        link_config = DraftLinkConfig(model.fingerprint, progress_timeout_s=hang_s)
         pool = pooled(connection, link_config, model.layers)
         server = GrpcServer("127.0.0.1", 0)
         server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)

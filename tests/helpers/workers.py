@@ -230,7 +230,7 @@ async def target(
 ) -> AsyncIterator[Target]:
     async with joined() as (connection, pipe):
         drafting = RemoteDraftClient(pipe)
-        config = DraftLinkConfig(FINGERPRINT, VOCABULARY, progress_timeout_s=hang_s, tls=tls)
+        config = DraftLinkConfig(FINGERPRINT, progress_timeout_s=hang_s, tls=tls)
         pool = pooled(connection, config, LAYERS, metrics)
         try:
             yield Target(drafting, pool)

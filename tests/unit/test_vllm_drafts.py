@@ -314,7 +314,7 @@ def test_a_row_with_the_same_tokens_and_another_salt_is_another_request() -> Non
 def test_what_lookups_learned_serves_requests_of_the_same_salt_only(salt: str) -> None:
     config = SpeculativeConfig(method="pool", beside=("suffix",), num_speculative_tokens=DEPTH)
     clock, salts = Clock(), ["one"]
-    links = PoolLinks(LinkOptions((), None, "any", VOCABULARY, None))
+    links = PoolLinks(LinkOptions((), None, "any", None))
     vllm = FakeVllm(PooledDrafts(links, config, VOCABULARY, 512, clock), clock)
     vllm.drafts.predict_draws(lambda row: RowDescription(SamplingParams(), prompt_tokens=3, cache_salt=salts[row]))
     vllm.rows = [[1, 2, 3]]
@@ -528,7 +528,7 @@ def test_wrong_settings(given: Mapping[str, object], message: str) -> None:
 @pytest.fixture
 def pool() -> Iterator[PoolLinks]:
     with service_process("draft", "--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}') as draft:
-        links = PoolLinks(LinkOptions((draft.address,), None, "any", VOCABULARY, None))
+        links = PoolLinks(LinkOptions((draft.address,), None, "any", None))
         yield links
         links.close()
 
@@ -560,7 +560,7 @@ def test_links_that_hang_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their process reads nothing, and the pipe is full."""
     monkeypatch.setattr(draft_links, "SEND_TIMEOUT_S", 1)
     far = [f"127.0.0.1:{port}" for port in range(1, 60_000)]  # as a message more than a pipe holds
-    pool = PoolLinks(LinkOptions(("127.0.0.1:9",), None, "any", VOCABULARY, None))
+    pool = PoolLinks(LinkOptions(("127.0.0.1:9",), None, "any", None))
     client = pool.open()
     try:
         assert pool.process_id is not None
