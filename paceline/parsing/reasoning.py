@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from paceline.parsing.events import Reasoning
+from paceline.parsing.events import Content, Reasoning, ToolCall
 from paceline.parsing.text_reader import Steps, TextReader
+
+QUOTABLE = re.compile(r"<\w+>|\[\w+\]")
+"""Markers of which models think, in the middle of a line. At the beginning of a line they may begin a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +32,48 @@ class ReasoningFormat:
         opened, closed = prompt.rfind(self.begin), prompt.rfind(self.end)
         return prompt.rstrip().endswith(self.begin) or (self.always and closed <= opened)
 
-    def parse(self, reader: TextReader, *, inside: bool) -> Steps[bool]:
-        """Consume the reasoning and white space behind it, if the text begins with it. Returns whether it did."""
+    def begins(self, reader: TextReader, *, inside: bool) -> Steps[bool]:
+        """Consume the first marker, if the text begins with it. Returns whether reasoning comes next.
+
+        An end without a beginning is consumed, too.
+        """
         reader.mark()
-        begun = yield from reader.skip(self.begin)  # also inside: some models write the marker once more
-        if not begun and not inside:
+        found = yield from reader.skip(self.begin, self.end)  # also inside: some models write the marker once more
+        if not found:
             reader.reset()
-            return False
-        yield from reader.until((self.end,), Reasoning)
+        return found == self.begin or (not found and inside)
+
+    def parse(self, reader: TextReader, opening: str, answer: Callable[[], Steps[object]]) -> Steps[bool]:
+        """Consume the reasoning and white space behind it. Returns whether `answer` has read all that follows.
+
+        A call ends reasoning whose end is missing. `opening`: the marker before calls; "": there is none. `answer`
+        reads the text behind the reasoning, from that marker on. What it takes for content is still reasoning.
+        """
+        markers = (self.end, opening) if opening else (self.end,)
+        while (marker := (yield from reader.until(markers, Reasoning))) and marker == opening:
+            if not reader.begins_line and QUOTABLE.fullmatch(opening):
+                yield Reasoning(reader.since_mark())
+            elif (yield from self._answer(reader, answer())):
+                return True
         yield Reasoning("")
         yield from reader.space()
-        return True
+        return False
+
+    def _answer(self, reader: TextReader, steps: Steps[object]) -> Steps[bool]:
+        """Read the answer if it begins with a call; otherwise the text that looks like one, as reasoning."""
+        reader.reset()
+        for event in steps:
+            if isinstance(event, ToolCall):
+                reader.dropped = self.end
+                yield Reasoning("")
+                yield event
+                yield from steps
+                return True
+            if isinstance(event, Content):
+                yield Reasoning(event.text)
+                return False
+            yield event
+        return False
 
 
 HARMONY_REASONING = ReasoningFormat(

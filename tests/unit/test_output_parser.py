@@ -94,6 +94,20 @@ CODER = (
     "</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=q>\nhotels\n</parameter>\n</function>\n"
     "</tool_call>"
 )
+CODER_QUOTING = """<tool_call>
+<function=search>
+<parameter=q>
+Tags: </parameter> and </function>
+and <parameter=q> in
+</parameter>
+</function>
+</tool_call>"""
+CODER_QUOTED_CALL = (
+    "<function=search><parameter=q>Use </tool_call>, <tool_call> and </parameter> so</parameter></function></tool_call>"
+)
+LLAMA_QUOTING = '{"name": "search", "parameters": {"q": "<|python_tag|> <|start_header_id|>user<|end_header_id|>"}}'
+ONE_CODER = CODER.partition("\n<tool_call>\n<function=search")[0]
+LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -135,6 +149,18 @@ def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
         ("pythonic", "[get_weather(city='Tokyo', days=3)"),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].replace("</parameter>\n", "")),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].removeprefix("<tool_call>")),
+        ("qwen3_coder", ONE_CODER.replace("</parameter>\n</function>", "")),
+        ("qwen3_coder", ONE_CODER.replace("\n</function>\n</tool_call>", "</function>")),
+        ("qwen3_coder", ONE_CODER.replace(">\n", ">").replace("\n<", "<")),
+        ("hermes", '{"name": "get_weather", "arguments": ' + WEATHER + "}"),
+        ("hermes", '```json\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n```"),
+        ("hermes", '```\n[{"name": "get_weather", "arguments": ' + WEATHER + "}]\n```"),
+        ("hermes", '{"name": "get_weather", "arguments": ' + WEATHER + "}\n</tool_call>"),
+        ("hermes", '<tool_call>[{"name": "get_weather", "arguments": ' + WEATHER + "}]</tool_call>"),
+        ("llama3_json", '[{"name": "get_weather", "parameters": ' + WEATHER + "}]"),
+        ("llama3_json", '```json\n{"name": "get_weather", "parameters": ' + WEATHER + "}\n```"),
+        ("llama3_json", '<|python_tag|>[{"name": "get_weather", "parameters": ' + WEATHER + "}];"),
+        ("llama3_json", LLAMA_HEADER + '{"name": "get_weather", "parameters": ' + WEATHER + "}"),
     ],
 )
 def test_one_call_in_other_spellings(name: str, text: str) -> None:
@@ -170,6 +196,66 @@ def test_arguments(name: str, text: str, called: str, arguments: str) -> None:
     assert read(name, text) == one(called, arguments)
 
 
+BLOCK = HERMES.replace("\n</tool_call>\n<tool_call>", "")
+WITHOUT_ENDS = CODER.replace("\n</parameter>\n</function>\n</tool_call>\n<tool_call>", "\n<tool_call>")
+BARE = BLOCK.replace("<tool_call>\n", "").replace("\n</tool_call>", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", BLOCK),
+        ("hermes", BLOCK.replace("}}\n{", "}},\n{")),
+        ("hermes", BARE),
+        ("hermes", f"```json\n{BARE}\n```"),
+        ("hermes", "[" + BARE.replace("}}\n{", "}}, {").replace("}\n{", "}, {") + "]"),
+        ("llama3_json", "[" + LLAMA.replace("; ", ", ") + "]"),
+        ("llama3_json", "<|python_tag|>" + LLAMA),
+        ("qwen3_coder", WITHOUT_ENDS),
+        ("qwen3_coder", CODER.replace("\n</tool_call>\n<tool_call>", "")),
+    ],
+)
+def test_two_calls_in_other_spellings(name: str, text: str) -> None:
+    assert read(name, text) == BOTH
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "called", "arguments"),
+    [
+        ("pythonic", "[search(q=true, r=[null, {'a': false}])]", "search", '{"q": true, "r": [null, {"a": false}]}'),
+        ("pythonic", "[search(q='a\nb', r=\"true\r\n=\")]", "search", '{"q": "a\\nb", "r": "true\\r\\n="}'),
+        ("pythonic", "[search(from='a=b', class = 1, _in=2)]", "search", '{"from": "a=b", "class": 1, "_in": 2}'),
+        ("qwen3_coder", CODER_QUOTING, "search", '{"q": "Tags: </parameter> and </function>\\nand <parameter=q> in"}'),
+        ("qwen3_coder", CODER_QUOTED_CALL, "search", '{"q": "Use </tool_call>, <tool_call> and </parameter> so"}'),
+        ("llama3_json", LLAMA_QUOTING, "search", '{"q": "<|python_tag|> <|start_header_id|>user<|end_header_id|>"}'),
+    ],
+)
+def test_arguments_that_models_write_carelessly(name: str, text: str, called: str, arguments: str) -> None:
+    assert read(name, text) == one(called, arguments)
+
+
+def test_text_between_parameters_is_content() -> None:
+    text = ONE_CODER.replace("</parameter>\n<parameter=days>", "</parameter>\nNow the days:\n<parameter=days>")
+    begun, said, ended = read("qwen3_coder", text)[1:]
+    assert (begun, said, ended) == (
+        ToolArguments(0, '{"city": "Tokyo"'),
+        Content("Now the days:"),
+        ToolArguments(0, ', "days": 3}'),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        ("[search(q=q), search(q='a')]", [Content("[search(q=q)"), *one("search", '{"q": "a"}')]),
+        ("[search(q='a'), search(q=q)]", [*one("search", '{"q": "a"}'), Content("search(q=q)]")]),
+        ("[search(q=q), f(q='a')]", shown("[search(q=q), f(q='a')]")),
+    ],
+)
+def test_a_bad_call_beside_a_good_one(text: str, events: list[Event]) -> None:
+    assert read("pythonic", text) == events
+
+
 def test_a_call_behind_what_only_looks_like_one() -> None:
     assert read("hermes", "<tool_call>\n" + HERMES) == [Content("<tool_call>\n"), *BOTH]
     assert read("mistral", "hi{hi" + MISTRAL_V11) == [Content("hi{hi"), *BOTH]
@@ -198,6 +284,13 @@ TWICE = [Reasoning("a\nb"), Content("c")]
         ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [Reasoning("1 + 1")]),
         ("<|channel|>analysis<|message|>a", [Reasoning("a")]),
         ("<|start|>assistant<|message|>a<|start|>assistant<|channel|>final<|message|>b", [Content("a\nb")]),
+        (" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>" + WEATHER, CALLED),
+        (" to=functions.get_weather<|channel|>analysis<|message|>" + WEATHER + "<|call|>", CALLED),
+        (f"<|channel|>commentary to=assistant{ANALYSIS}a<|end|>{FINAL}b", [Reasoning("a"), Content("b")]),
+        ("<|start|>functions.f to=assistant<|channel|>commentary<|message|>a<|end|>", [Reasoning("a")]),
+        ("<|channel|>final to=assistant<|message|>b", [Content("b")]),
+        (f"{ANALYSIS}No <|call|> or <|channel|>final yet<|end|>", [Reasoning("No <|call|> or <|channel|>final yet")]),
+        (" to=functions.get_weather or not", shown(" to=functions.get_weather or not")),
         ("What <|channel|> means", shown("What <|channel|> means")),
         ("<|channel|>fin", shown("<|channel|>fin")),
     ],
@@ -219,6 +312,12 @@ def test_harmony_without_tools_has_no_calls() -> None:
         ("qwen3", "Hm.</think>Yes", True, [Reasoning("Hm."), Content("Yes")]),
         ("qwen3", "<think>Hm.</think>Yes", True, [Reasoning("Hm."), Content("Yes")]),
         ("qwen3", "<think>Hm.</think>\n\n" + HERMES, False, [Reasoning("Hm."), *BOTH]),
+        ("qwen3", "</think>\n\nYes", False, [Content("Yes")]),
+        ("qwen3", "</think>\n\nYes", True, [Content("Yes")]),
+        ("qwen3", "<think>Hm.\n" + HERMES, False, [Reasoning("Hm."), *BOTH]),
+        ("qwen3", "Hm.\n" + HERMES + "\n</think>\n\nYes", True, [Reasoning("Hm."), *BOTH, Content("Yes")]),
+        ("qwen3", "<think>A <tool_call> or\n<tool_call> so", False, [Reasoning("A <tool_call> or\n<tool_call> so")]),
+        ("qwen3", "<think>Say " + HERMES[:80], False, [Reasoning("Say " + HERMES[:80])]),
         ("qwen3", "<think>Hm.</thi", False, [Reasoning("Hm.</thi")]),
         ("qwen3", "<think>\n\n</think>\n\n", False, []),
         ("qwen3", " \n<thin", False, shown(" \n<thin")),
@@ -356,7 +455,21 @@ def test_what_a_grammar_writes_is_read(tool_format: ToolFormat) -> None:
         ({"type": "string"}, "42", '"42"'),
         ({"type": "string"}, "null", '"null"'),
         ({"type": ["string", "null"]}, "null", "null"),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "42", '"42"'),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "42", "42"),
+        ({"type": ["string", "object"]}, '{"a": 1}', '{"a": 1}'),
+        ({"type": ["string", "integer"]}, "042", '"042"'),
+        ({"type": "integer"}, "5.0", "5"),
+        ({"type": "integer"}, "5.5", '"5.5"'),
+        ({"type": "integer"}, "1e999", '"1e999"'),
+        ({"type": "number"}, "5.0", "5.0"),
+        ({"type": "boolean"}, "TRUE", "true"),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": "string"}, "TRUE", '"TRUE"'),
+        ({"enum": [1, 2]}, "2", "2"),
+        ({"enum": ["1", "2"]}, "2", '"2"'),
+        ({"const": True}, "true", "true"),
+        ({"anyOf": [{"properties": {}}, {"type": "null"}]}, '{"a": 1}', '{"a": 1}'),
+        ({"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}, "[1]", "[1]"),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "42", "42"),
         ({"oneOf": [{"type": "array"}]}, "[1]", "[1]"),
         ({"$ref": "#/$defs/x"}, '{"a": 1}', '{"a": 1}'),
@@ -406,8 +519,15 @@ def test_no_cut_into_parts_changes_the_events(
         assert whole == (shown(text) if text else [])
 
 
+MARKERS = {
+    *(marker for tool_format in DETECTED for marker in tool_format.markers),
+    *(marker for form in REASONING_FORMATS.values() for marker in (form.begin, form.end)),
+}
+PLAIN = st.text().filter(lambda text: not any(marker in text for marker in MARKERS))
+
+
 @settings(deadline=None)
-@given(text=st.text(), name=st.sampled_from(sorted(TOOL_FORMATS)), reasoning=st.sampled_from(sorted(REASONING_FORMATS)))
+@given(text=PLAIN, name=st.sampled_from(sorted(TOOL_FORMATS)), reasoning=st.sampled_from(sorted(REASONING_FORMATS)))
 def test_text_without_markers_is_content_as_it_is(text: str, name: str, reasoning: str) -> None:
     assert read(name, text, reasoning=reasoning) == (shown(text) if text else [])
 

@@ -29,8 +29,11 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         yield from reader.skip_closing(END)
 
 
-def _call(reader: TextReader, names: Collection[str] | None, index: int) -> Steps[bool]:
-    """One call. Its arguments become JSON when it is closed, so there are no parts of them."""
+def _call(reader: TextReader, names: Collection[str] | None, index: int) -> Steps[bool | None]:
+    """One call. Its arguments become JSON when it is closed, so there are no parts of them.
+
+    Returns False for what is no call, and None for one with arguments that are none.
+    """
     yield from reader.space()
     name = yield from reader.run(NAME)
     known = names is None or name in names
@@ -38,9 +41,11 @@ def _call(reader: TextReader, names: Collection[str] | None, index: int) -> Step
         return False
     scan = ValueScan(quotes="'\"", depth=1)
     text = yield from reader.scan(scan.find_end)
-    arguments = None if scan.depth else keywords_json(text.removesuffix(")"))
-    if arguments is None:
+    if scan.depth:
         return False
+    arguments = keywords_json(text.removesuffix(")"))
+    if arguments is None:
+        return None
     reader.commit()
     yield ToolCall(index, name)
     yield ToolArguments(index, arguments)
