@@ -54,7 +54,7 @@ def _message(
         answer = partial(tool_format.parse, reader, tools)
     left_to_tools = tool_format is not None and tool_format.reads_reasoning and not inside
     if reasoning is not None and not left_to_tools and (yield from reasoning.begins(reader, inside=inside)):
-        opening = "" if tool_format is None else tool_format.first_marker
+        opening = "" if tool_format is None or tool_format.reads_reasoning else tool_format.first_marker
         if (yield from reasoning.parse(reader, opening, answer)):
             return
     yield from answer()

@@ -368,6 +368,8 @@ def test_text_that_only_looks_like_a_call_is_content(name: str, text: str) -> No
     ("name", "parts", "events"),
     [
         ("hermes", ["Hello wor", "ld < "], ["Hello wor", "ld <"]),
+        ("hermes", ["a\n{", '"b": 1}'], ["a", '\n{"b": 1}']),
+        ("openai", [" Hel", "lo"], [" Hel", "lo"]),
         ("hermes", ["a\n", "<tool", "s>"], ["a", "", "\n<tools>"]),
         ("llama3_json", ['{"city": "', "To"], ['{"city": "', "To"]),
         ("pythonic", ["[link", "](ht"], ["", "[link](ht"]),
@@ -485,11 +487,22 @@ def test_qwen3_coder_s_values_have_the_types_of_the_schema(schema: object, text:
         assert fed(parser, parts) == one("f", f'{{"a": {value}}}')
 
 
+CARELESS = (
+    *(BARE, f"```json\n{BARE}\n```", WITHOUT_ENDS, CODER_QUOTING, CODER_QUOTED_CALL, LLAMA_HEADER),
+    *(
+        "<think>\n" + HERMES + "\n</think>",
+        "[search(q=q), search(from='a\nb', q=true)]",
+        *(" to=functions.search" + HARMONY, "<think>Hm.</think>"),
+    ),
+)
+"""Calls as models write them against their format."""
 SPLICED = st.builds(
     lambda pieces: "".join(text[start : start + size] for text, start, size in pieces),
     st.lists(
         st.tuples(
-            st.sampled_from([*OUTPUTS.values(), MISTRAL_V11, HARMONY, "<think>Hm.</think>", "a [b] {c}\n\n"]),
+            st.sampled_from(
+                [*OUTPUTS.values(), *CARELESS, MISTRAL_V11, HARMONY, "<think>Hm.</think>", "a [b] {c}\n\n"]
+            ),
             st.integers(0, 90),
             st.integers(1, 150),
         ),
@@ -546,6 +559,7 @@ def test_each_word_of_a_text_is_in_one_event(data: st.DataObject, name: str) -> 
 
 
 LONG = "b" * 100_000
+QUOTED = "</parameter> b " * 7_000
 
 
 @pytest.mark.parametrize(
@@ -557,15 +571,23 @@ LONG = "b" * 100_000
         ("hermes", '<tool_call>{"a": [' * 6_000, shown('<tool_call>{"a": [' * 6_000)),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + LONG, one("f", '{"a": "' + LONG)),
         ("hermes", '<tool_call>{"arguments": {"a": "' + LONG + '"}, "name": "f"}', one("f", '{"a": "' + LONG + '"}')),
+        ("hermes", "\n[" * 50_000, shown("\n[" * 50_000)),
         ("llama3_json", '{"id": {' * 12_000, shown('{"id": {' * 12_000)),
         ("pythonic", "[search(" * 12_000, shown("[search(" * 12_000)),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "b\n" * 50_000, one("f", '{"a": "' + "b\\n" * 50_000)),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>" + QUOTED, one("f", '{"a": "' + QUOTED)),
     ],
-    ids=["text", "space", "markers", "objects", "arguments", "held", "bare", "list", "value"],
+    ids=["text", "space", "markers", "objects", "arguments", "held", "lines", "bare", "list", "value", "quoted"],
 )
 def test_long_outputs(name: str, text: str, events: list[Event]) -> None:
     """100,000 characters, one by one: what is quadratic takes minutes here."""
     assert read(name, text) == events
+
+
+@pytest.mark.parametrize("mention", ["\n<tool_call>", "\n<tool_call>{", " <tool_call> a"])
+def test_long_reasoning_with_mentions_of_calls(mention: str) -> None:
+    thought = "Hm." + mention * 8_000
+    assert read("hermes", f"<think>{thought}</think>", reasoning="qwen3") == [Reasoning(thought)]
 
 
 def test_ids_are_derived() -> None:

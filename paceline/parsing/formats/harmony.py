@@ -82,19 +82,23 @@ def _first_header(reader: TextReader) -> Steps[_Header | None]:
     """The rest of a header that begins in the prompt, with `<|start|>assistant`; it names a recipient."""
     reader.mark()
     header = yield from _header(reader, "")
-    if header is None or not header.recipient:
+    if header is None:
         reader.reset()
-        return None
     return header
 
 
 def _header(reader: TextReader, marker: str) -> Steps[_Header | None]:
-    """What is between this marker and the message; None: it is no header. Of two channels the last one counts."""
+    """What is between this marker and the message; None: it is no header. Of two channels the last one counts.
+
+    Without a marker, a header begins with its recipient.
+    """
     channel = recipient = ""
     if marker == START:
         yield from reader.run(NAME)  # the role
     if marker != CHANNEL:
         recipient = yield from _recipient(reader)
+        if not marker and not recipient:
+            return None
         marker = yield from reader.accept(CHANNEL)
     while marker == CHANNEL:
         channel = yield from reader.run(NAME)
