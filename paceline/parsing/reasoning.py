@@ -96,3 +96,6 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     )
 }
 """By name, in the order in which a chat template is compared with them."""
+
+REASONING_WORDS = re.compile(r"\b(reasoning_content|thinking|enable_thinking)\b")
+"""What chat templates call reasoning, whatever its markers are."""

@@ -49,6 +49,20 @@ def test_messages_are_as_templates_expect_them(message: dict[str, Any], shown: s
     assert rendered("{{ messages[0] | tojson }}", message) == shown
 
 
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"content": "a"}, "b"),
+        ({"tool_calls": [CALL]}, "b"),
+        ({"content": "a", "tool_calls": [CALL]}, "none"),  # gpt-oss's template raises an error for both
+    ],
+)
+def test_a_template_that_reads_thinking_gets_the_reasoning(fields: dict[str, Any], shown: str) -> None:
+    template = "{% for message in messages %}{{ message.thinking or 'none' }}{% endfor %}"
+    for name in ("reasoning", "reasoning_content"):
+        assert rendered(template, {"role": "assistant", name: "b", **fields}) == shown
+
+
 @pytest.mark.parametrize(("template", "role"), [("", "system"), ("{# developer #}", "developer")])
 def test_developers_are_the_system_where_a_template_does_not_know_them(template: str, role: str) -> None:
     message = {"role": "developer", "content": "a"}
