@@ -36,14 +36,16 @@ def bare_calls(reader: TextReader, index: int, begun: str, tools: Collection[str
 def _calls(reader: TextReader, first: int, opened: str, names: Collection[str] | None) -> Steps[int]:
     """Calls up to the end of their list, if one is opened, or for as long as objects follow one another."""
     index, listed = first, opened == "["
-    separators = (",", ";") if listed or names is None else (";",)
     if listed:
         opened = yield from reader.skip("{")
     while opened == "{" and (yield from call_fields(reader, index, names=names)):
         index += 1
-        yield from reader.skip(*separators)
+        yield from reader.space()
         reader.mark()
+        separator = yield from reader.skip(",", ";")
         opened = yield from reader.accept("{")
+        if separator == "," and not opened:
+            reader.reset()  # it belongs to a sentence
     if opened or index == first:
         yield Content(reader.since_mark())
     elif listed:

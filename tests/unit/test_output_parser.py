@@ -210,6 +210,8 @@ BARE = BLOCK.replace("<tool_call>\n", "").replace("\n</tool_call>", "")
         ("hermes", f"```json\n{BARE}\n```"),
         ("hermes", "[" + BARE.replace("}}\n{", "}}, {").replace("}\n{", "}, {") + "]"),
         ("llama3_json", "[" + LLAMA.replace("; ", ", ") + "]"),
+        ("llama3_json", LLAMA.replace("; ", ", ")),
+        ("llama3_json", LLAMA.replace("; ", "\n\n")),
         ("llama3_json", "<|python_tag|>" + LLAMA),
         ("qwen3_coder", WITHOUT_ENDS),
         ("qwen3_coder", CODER.replace("\n</tool_call>\n<tool_call>", "")),
@@ -232,6 +234,12 @@ def test_two_calls_in_other_spellings(name: str, text: str) -> None:
 )
 def test_arguments_that_models_write_carelessly(name: str, text: str, called: str, arguments: str) -> None:
     assert read(name, text) == one(called, arguments)
+
+
+@pytest.mark.parametrize("text", [", and so on", "\n]", "}", "; {", ", {a"])
+def test_text_behind_an_object_is_content(text: str) -> None:
+    call = '{"name": "get_weather", "parameters": ' + WEATHER + "}"
+    assert read("llama3_json", call + text) == [*CALLED, Content(text.lstrip())]
 
 
 def test_text_between_parameters_is_content() -> None:
