@@ -242,14 +242,10 @@ def test_text_behind_an_object_is_content(text: str) -> None:
     assert read("llama3_json", call + text) == [*CALLED, Content(text.lstrip())]
 
 
-def test_text_between_parameters_is_content() -> None:
+def test_text_between_parameters_is_content_behind_the_call() -> None:
+    """Clients of some APIs get a call as one block."""
     text = ONE_CODER.replace("</parameter>\n<parameter=days>", "</parameter>\nNow the days:\n<parameter=days>")
-    begun, said, ended = read("qwen3_coder", text)[1:]
-    assert (begun, said, ended) == (
-        ToolArguments(0, '{"city": "Tokyo"'),
-        Content("Now the days:"),
-        ToolArguments(0, ', "days": 3}'),
-    )
+    assert read("qwen3_coder", text) == [*CALLED, Content("Now the days:")]
 
 
 @pytest.mark.parametrize(

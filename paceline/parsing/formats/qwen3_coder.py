@@ -36,25 +36,26 @@ KEY = re.compile(r"[^<>\n]+")
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """A model may forget `<tool_call>`, too. Then a tool must have the function's name."""
     index = 0
-    marker = yield from reader.until((BEGIN, FUNCTION), Content)
+    marker, following = (yield from reader.until((BEGIN, FUNCTION), Content)), ""
     while marker:
         begun = marker == FUNCTION or (yield from reader.skip(FUNCTION))
         name = (yield from reader.run(KEY)).strip() if begun else ""
         known = name in tools or (name != "" and marker == BEGIN)
-        following = ""
         if known and (yield from reader.accept(">")):
             reader.commit()
             yield ToolCall(index, name)
             following = yield from _arguments(reader, index, tools.get(name, {}))
             index += 1
         else:
-            yield Content(reader.since_mark())
+            yield Content(following + reader.since_mark())
+            following = ""
         marker = following or (yield from reader.until((BEGIN, FUNCTION), Content))
 
 
 def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]:
     """Up to the end of the call. Arguments that the end of the text cuts off stay open.
 
+    Text between parameters is content, and comes behind the call: its events are not to be mixed with others.
     Returns the marker of the next call if it comes in place of this one's end; "": it does not.
     """
     yield from reader.space()
@@ -64,7 +65,7 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]
         yield from reader.skip_closing(END)
         return ""
     before = "{"
-    marker = yield from _behind_value(reader)
+    said, marker = yield from _behind_value(reader)
     while marker == PARAMETER:
         reader.commit()
         key = (yield from reader.run(KEY)).strip()
@@ -73,19 +74,24 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]
         before = ", "
         marker = yield from _value(reader, index, argument_types(schema, key))
         if marker == PARAMETER_END:
-            marker = yield from _behind_value(reader)
+            text, marker = yield from _behind_value(reader)
+            said += text
     if marker:
         yield ToolArguments(index, "{}" if before == "{" else "}")
+    yield Content(said)
+    reader.mark()
     if marker in (BEGIN, FUNCTION):
         return marker
     yield from reader.skip_closing(END)
     return ""
 
 
-def _behind_value(reader: TextReader) -> Steps[str]:
-    """Consume the marker that comes next. Text before it is content."""
-    marker = yield from reader.skip_closing(*BEHIND_VALUE)
-    return marker or (yield from reader.until((*BEHIND_VALUE, BEGIN, FUNCTION), Content))
+def _behind_value(reader: TextReader) -> Steps[tuple[str, str]]:
+    """Consume the text before the next marker, and the marker; return both."""
+    text, marker = "", (yield from reader.skip_closing(*BEHIND_VALUE))
+    if not marker:
+        text, marker = yield from reader.text_until((*BEHIND_VALUE, BEGIN, FUNCTION))
+    return (text.rstrip() if marker else text), marker
 
 
 def _value(reader: TextReader, index: int, types: Sequence[str]) -> Steps[str]:
