@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from fnmatch import fnmatch
 from functools import cache
 
 import pytest
 from canitoolcall.results import CaseResult, Status
 
+from tests.helpers import house
 from tests.tool_suite.replays import by_family, cases, reasons
 
 STREAM_CHECKS = ("stream_equals_nonstream", "split_invariance")
@@ -44,3 +47,14 @@ def test_streams_equal_whole_parses(family: str) -> None:
     ]
     assert rows
     assert [row for row in rows if row[1].status is not Status.PASS] == []
+
+
+def test_the_documentation_says_why_a_fixture_does_not_pass() -> None:
+    _, _, section = (house.ROOT / "docs" / "tools.md").read_text().partition("## The neutral suite")
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    patterns = re.findall("`([^`]+)`", "".join(rows))
+    others = (Status.PASS, Status.UNSUPPORTED)
+    failed = [case.fixture_id for family in EXPECTED for case in replayed(family) if case.status not in others]
+    names = [name.partition("/")[2] for name in failed]
+    assert [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)] == []

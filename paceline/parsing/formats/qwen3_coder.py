@@ -65,7 +65,7 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]
         yield from reader.skip_closing(END)
         return ""
     before = "{"
-    said, marker = yield from _behind_value(reader)
+    between, marker = yield from _behind_value(reader)
     while marker == PARAMETER:
         reader.commit()
         key = (yield from reader.run(KEY)).strip()
@@ -75,10 +75,10 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]
         marker = yield from _value(reader, index, argument_types(schema, key))
         if marker == PARAMETER_END:
             text, marker = yield from _behind_value(reader)
-            said += text
+            between += text
     if marker:
         yield ToolArguments(index, "{}" if before == "{" else "}")
-    yield Content(said)
+    yield Content(between)
     reader.mark()
     if marker in (BEGIN, FUNCTION):
         return marker
