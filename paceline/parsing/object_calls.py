@@ -15,7 +15,7 @@ BARE = (FENCE, "[", "{")
 
 def announced_calls(reader: TextReader, index: int) -> Steps[int]:
     """The calls behind a marker. Returns the index of the next call. What is no call is content."""
-    return (yield from _calls(reader, index, (yield from reader.skip("[", "{")), None))
+    return (yield from _begun_calls(reader, index, (yield from reader.skip(*BARE)), None))
 
 
 def bare_calls(reader: TextReader, index: int, begun: str, tools: Collection[str]) -> Steps[int]:
@@ -23,11 +23,15 @@ def bare_calls(reader: TextReader, index: int, begun: str, tools: Collection[str
 
     Returns the index of the next call. What is no call is content.
     """
+    return (yield from _begun_calls(reader, index, begun, tools))
+
+
+def _begun_calls(reader: TextReader, index: int, begun: str, names: Collection[str] | None) -> Steps[int]:
     opened = begun
     if begun == FENCE:
         yield from reader.accept("json")
         opened = yield from reader.skip("[", "{")
-    following = yield from _calls(reader, index, opened, tools)
+    following = yield from _calls(reader, index, opened, names)
     if begun == FENCE and following > index:
         yield from reader.skip_closing(FENCE)
     return following
@@ -40,7 +44,7 @@ def _calls(reader: TextReader, first: int, opened: str, names: Collection[str] |
         opened = yield from reader.skip("{")
     while opened == "{" and (yield from call_fields(reader, index, names=names)):
         index += 1
-        yield from reader.space()
+        yield from reader.skip("}")  # models write one too many
         reader.mark()
         separator = yield from reader.skip(",", ";")
         opened = yield from reader.accept("{")

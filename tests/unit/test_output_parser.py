@@ -156,6 +156,9 @@ def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
         ("hermes", '```json\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n```"),
         ("hermes", '```\n[{"name": "get_weather", "arguments": ' + WEATHER + "}]\n```"),
         ("hermes", '{"name": "get_weather", "arguments": ' + WEATHER + "}\n</tool_call>"),
+        ("hermes", '<tool_call>\n```json\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n```\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": ' + WEATHER + "}}\n</tool_call>"),
+        ("llama3_json", '{"name": "get_weather", "parameters": ' + WEATHER + "}}"),
         ("hermes", '<tool_call>[{"name": "get_weather", "arguments": ' + WEATHER + "}]</tool_call>"),
         ("llama3_json", '[{"name": "get_weather", "parameters": ' + WEATHER + "}]"),
         ("llama3_json", '```json\n{"name": "get_weather", "parameters": ' + WEATHER + "}\n```"),
@@ -236,7 +239,7 @@ def test_arguments_that_models_write_carelessly(name: str, text: str, called: st
     assert read(name, text) == one(called, arguments)
 
 
-@pytest.mark.parametrize("text", [", and so on", "\n]", "}", "; {", ", {a"])
+@pytest.mark.parametrize("text", [", and so on", "\n]", "; {", ", {a"])
 def test_text_behind_an_object_is_content(text: str) -> None:
     call = '{"name": "get_weather", "parameters": ' + WEATHER + "}"
     assert read("llama3_json", call + text) == [*CALLED, Content(text.lstrip())]
