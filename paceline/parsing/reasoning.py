@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.parsing.events import Content, Reasoning, ToolCall
 from paceline.parsing.text_reader import Steps, TextReader
 
-QUOTABLE = re.compile(r"<[\w:]+>|\[\w+\]")
+QUOTABLE = re.compile(r"[^|｜]+")
 """Markers of which models think, in the middle of a line. At the beginning of a line they may begin a call."""
 
 

@@ -46,7 +46,7 @@ class ToolFormat:
     def first_marker(self) -> str:
         """The marker with which calls begin; "": they may begin without one."""
         written = (self.opening + self.begin).lstrip()
-        return next((marker for marker in self.markers if written.startswith(marker)), "")
+        return next((marker for marker in self.markers if marker and written.startswith(marker)), "")
 
     def call_id(self, request_id: str, index: int) -> str:
         """The id of a request's call. It is derived, so that a stream that is resumed repeats it."""
