@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.parsing.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from paceline.parsing.formats.glm import GLM45, GLM47, HY_V3, HY_V3_PREVIEW, HY_V4
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.formats.llama3_json import LLAMA3_JSON, LLAMA4_JSON
@@ -22,6 +23,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 AUTO, NONE = "auto", "none"
 
 DETECTED = (
+    *(HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47),
     *(QWEN3_CODER, QWEN3_XML, HERMES, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_V11, MISTRAL),
     *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA4_JSON, LLAMA3_JSON),
 )

@@ -55,8 +55,10 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     for each in (
         HARMONY_REASONING,
         ReasoningFormat("mistral", "[THINK]", "[/THINK]", template_signs=("[THINK]",)),
+        ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", template_signs=("think", ":opensource")),
+        ReasoningFormat("hy_v4", "<think:6124c78e>", "</think:6124c78e>", template_signs=("think", ":6124c78e")),
         ReasoningFormat("qwen3", "<think>", "</think>", template_signs=("</think>",)),
-        ReasoningFormat("deepseek_v3", "<think>", "</think>"),
+        *(ReasoningFormat(name, "<think>", "</think>") for name in ("deepseek_v3", "glm45", "kimi_k2")),
         ReasoningFormat("deepseek_r1", "<think>", "</think>", always=True),
     )
 }

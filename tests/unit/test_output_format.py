@@ -39,6 +39,15 @@ V31 = r"""
 GPT_OSS = r"""
 {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
 {{- "<|start|>assistant to=functions." + tool_call.name + "<|channel|>commentary json<|message|>" }}"""
+GLM45 = """
+{{ '\\n<tool_call>' + tc.name }}
+{% for k, v in _args.items() %}
+<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v | tojson if v is not string else v }}</arg_value>
+{% endfor %}
+{{ '<think></think>' }}"""
+GLM47 = GLM45.replace("\n<", "<")
+HY3 = "{%- set s = ':opensource' %}{{- '<arg_key{0}>'.format(s) }}{{- '<think{0}></think{0}>'.format(s) }}"
 PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"""
 
 
@@ -57,6 +66,11 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         (R1, "deepseek_v3", "qwen3"),
         (V31, "deepseek_v31", "qwen3"),
         (GPT_OSS, "openai", "openai_gptoss"),
+        (GLM45, "glm45", "qwen3"),
+        (GLM47, "glm47", "qwen3"),
+        (GLM47 + "<tool_sep>", "hy_v3", "qwen3"),
+        (HY3, "hy_v3", "hy_v3"),
+        (HY3.replace("opensource", "6124c78e"), "hy_v4", "hy_v4"),
         (PLAIN, None, None),
         (None, None, None),
     ],

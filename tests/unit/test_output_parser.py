@@ -94,6 +94,12 @@ CODER = (
     "</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=q>\nhotels\n</parameter>\n</function>\n"
     "</tool_call>"
 )
+GLM45 = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Tokyo</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n"
+    "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>hotels</arg_value>\n</tool_call>"
+)
+HUNYUAN = f"<tool_calls>\n{GLM45}\n</tool_calls>".replace("weather\n", "weather<tool_sep>\n")
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -105,11 +111,15 @@ OUTPUTS = {
     "llama4_pythonic": PYTHONIC,
     "qwen3_coder": CODER,
     "qwen3_xml": CODER,
+    "glm45": GLM45,
+    "glm47": GLM45.replace("\n", ""),
+    "hy_v3": HUNYUAN.replace(">", ":opensource>"),
+    "hy_v4": HUNYUAN.replace(">", ":6124c78e>").replace("<tool_sep:6124c78e>", ""),
 }
 """Two calls, in each format but gpt-oss's, which has one a turn."""
 
 
-@pytest.mark.parametrize(("name", "output"), [*OUTPUTS.items(), ("mistral", MISTRAL_V11)])
+@pytest.mark.parametrize(("name", "output"), [*OUTPUTS.items(), ("mistral", MISTRAL_V11), ("glm45", HUNYUAN)])
 def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
     assert read(name, output) == BOTH
     assert read(name, f"Let me see.\n\n{output}\n") == [Content("Let me see."), *BOTH]
@@ -135,12 +145,18 @@ def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
         ("pythonic", "[get_weather(city='Tokyo', days=3)"),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].replace("</parameter>\n", "")),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].removeprefix("<tool_call>")),
+        ("glm45", GLM45.partition("\n<tool_call>search")[0].replace("3</arg_value>\n", "3")),
+        ("glm45", GLM45.partition("\n<tool_call>search")[0].replace("weather\n", "weather").replace("\n</", " </")),
+        ("glm47", f"<tool_call>get_weather{WEATHER}</tool_call>"),
     ],
 )
 def test_one_call_in_other_spellings(name: str, text: str) -> None:
     assert read(name, text) == CALLED
 
 
+SPACES = "search", '{"q": " a\\n\\\\ "}'
+TAGGED = "<arg_key></arg_value> </arg_key></tool_call> <tool_cal"
+IN_TAGS = "search", f'{{"q": "{TAGGED}"}}'
 DEEP = "[" * 5_000 + "]" * 5_000
 """Deeper than Python's parsers of JSON and of Python go."""
 DEEP_TEXT = '"{\\"a\\": ' + DEEP + '}"'
@@ -164,6 +180,14 @@ DEEP_TEXT = '"{\\"a\\": ' + DEEP + '}"'
         ("qwen3_coder", "<tool_call><function=f></function></tool_call>", "f", "{}"),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>\n\n x\n\n</parameter>", "f", '{"a": "\\n x\\n"'),
         ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>thr", "get_weather", '{"days": thr'),
+        ("glm45", "<tool_call>search\n</tool_call>", "search", "{}"),
+        ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_value> a\n\\ </arg_value></tool_call>", *SPACES),
+        ("glm47", f"<tool_call>search<arg_key>q</arg_key><arg_value>{TAGGED}</arg_value></tool_call>", *IN_TAGS),
+        ("glm47", "<tool_call>get_weather<arg_key>days</arg_key><arg_value>thr", "get_weather", '{"days": thr'),
+        ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_value>a</arg_value><arg_k", "search", '{"q": "a"'),
+        ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_value>a</arg_value><arg_key>", "search", '{"q": "a"'),
+        ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_v", "search", '{"q": "'),
+        ("glm47", "<tool_call>search<arg_key>q", "search", '{"q'),
     ],
 )
 def test_arguments(name: str, text: str, called: str, arguments: str) -> None:
@@ -259,6 +283,9 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("pythonic", "[search(q='\\ud800')]"),
         ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city>"),
         ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+        ("glm45", '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'),
+        ("glm45", "<tool_call>search\n<arg_k"),
+        ("glm45", "<tool_call> or </tool_call>"),
     ],
 )
 def test_text_that_only_looks_like_a_call_is_content(name: str, text: str) -> None:
