@@ -10,6 +10,8 @@ from paceline.parsing.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from paceline.parsing.formats.glm import GLM45, GLM47, HY_V3, HY_V3_PREVIEW, HY_V4
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
+from paceline.parsing.formats.kimi_k2 import KIMI_K2
+from paceline.parsing.formats.kimi_k3 import KIMI_K3
 from paceline.parsing.formats.llama3_json import LLAMA3_JSON, LLAMA4_JSON
 from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
 from paceline.parsing.formats.pythonic import LLAMA4_PYTHONIC, PYTHONIC
@@ -23,7 +25,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 AUTO, NONE = "auto", "none"
 
 DETECTED = (
-    *(HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47),
+    *(HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K3),
     *(QWEN3_CODER, QWEN3_XML, HERMES, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_V11, MISTRAL),
     *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA4_JSON, LLAMA3_JSON),
 )
@@ -57,8 +59,9 @@ class OutputFormat:
 
     def parser(self, tools: Tools, *, inside: bool = False) -> OutputParser:
         """A parser of one output. `tools`: that the request lets the model call; none: calls are not looked for."""
-        wanted = bool(tools) or (self.tools is not None and self.tools.reads_reasoning)
-        return OutputParser(self.reasoning, self.tools if wanted else None, tools=tools, inside=inside)
+        form = self.tools
+        wanted = form is not None and (bool(tools) or form.reads_reasoning or form.wraps_content)
+        return OutputParser(self.reasoning, form if wanted else None, tools=tools, inside=inside)
 
 
 def choose_format(tool_call_parser: str, reasoning_parser: str, chat_template: str | None) -> OutputFormat:

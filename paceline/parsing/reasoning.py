@@ -54,6 +54,12 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     each.name: each
     for each in (
         HARMONY_REASONING,
+        ReasoningFormat(
+            "kimi_k3",
+            "<|open|>think<|sep|>",
+            "<|close|>think<|sep|>",
+            template_signs=("<|open|>", "<|close|>"),
+        ),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]", template_signs=("[THINK]",)),
         ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", template_signs=("think", ":opensource")),
         ReasoningFormat("hy_v4", "<think:6124c78e>", "</think:6124c78e>", template_signs=("think", ":6124c78e")),

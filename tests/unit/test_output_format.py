@@ -48,6 +48,9 @@ GLM45 = """
 {{ '<think></think>' }}"""
 GLM47 = GLM45.replace("\n<", "<")
 HY3 = "{%- set s = ':opensource' %}{{- '<arg_key{0}>'.format(s) }}{{- '<think{0}></think{0}>'.format(s) }}"
+KIMI_K2 = """
+<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ args }}<|tool_call_end|>"""
+KIMI_K3 = """{{- '<|open|>think<|sep|>' + thought + '<|close|>think<|sep|>' }}"""
 PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"""
 
 
@@ -71,6 +74,8 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         (GLM47 + "<tool_sep>", "hy_v3", "qwen3"),
         (HY3, "hy_v3", "hy_v3"),
         (HY3.replace("opensource", "6124c78e"), "hy_v4", "hy_v4"),
+        (KIMI_K2, "kimi_k2", None),
+        (KIMI_K3, "kimi_k3", "kimi_k3"),
         (PLAIN, None, None),
         (None, None, None),
     ],
@@ -147,6 +152,8 @@ def test_calls_are_looked_for_where_the_request_has_tools() -> None:
     chosen = choose_format("hermes", "none", None)
     assert chosen.parser({"f": {}}).feed(text, last=True) == [ToolCall(0, "f"), ToolArguments(0, "{}")]
     assert chosen.parser({}).feed(text, last=True) == [Content(text)]
+    kimi = choose_format("kimi_k3", "auto", None).parser({})
+    assert kimi.feed("<|open|>response<|sep|>Yes<|close|>response<|sep|>", last=True) == [Content("Yes")]
     harmony = choose_format("openai", "auto", None).parser({})
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes"
     assert harmony.feed(text, last=True) == [Reasoning("Hm."), Content("Yes")]

@@ -100,6 +100,21 @@ GLM45 = (
     "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>hotels</arg_value>\n</tool_call>"
 )
 HUNYUAN = f"<tool_calls>\n{GLM45}\n</tool_calls>".replace("weather\n", "weather<tool_sep>\n")
+KIMI_K2 = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    + WEATHER
+    + "<|tool_call_end|><|tool_call_begin|>functions.search:1<|tool_call_argument_begin|>"
+    + SEARCH
+    + "<|tool_call_end|><|tool_calls_section_end|>"
+)
+KIMI_K3 = (
+    '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Tokyo<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="search" index="2"<|sep|>'
+    '<|open|>argument key="q" type="string"<|sep|>hotels<|close|>argument<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|><|close|>message<|sep|>"
+)
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -111,6 +126,7 @@ OUTPUTS = {
     "llama4_pythonic": PYTHONIC,
     "qwen3_coder": CODER,
     "qwen3_xml": CODER,
+    "kimi_k2": KIMI_K2,
     "glm45": GLM45,
     "glm47": GLM45.replace("\n", ""),
     "hy_v3": HUNYUAN.replace(">", ":opensource>"),
@@ -145,6 +161,8 @@ def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
         ("pythonic", "[get_weather(city='Tokyo', days=3)"),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].replace("</parameter>\n", "")),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].removeprefix("<tool_call>")),
+        ("kimi_k2", "<|tool_call_begin|> get_weather <|tool_call_argument_begin|> " + WEATHER + " <|tool_call_end|>"),
+        ("kimi_k2", f"<|tool_calls_section_begin|><|tool_calls_section_end|>{KIMI_K2[:147]}"),
         ("glm45", GLM45.partition("\n<tool_call>search")[0].replace("3</arg_value>\n", "3")),
         ("glm45", GLM45.partition("\n<tool_call>search")[0].replace("weather\n", "weather").replace("\n</", " </")),
         ("glm47", f"<tool_call>get_weather{WEATHER}</tool_call>"),
@@ -230,6 +248,26 @@ def test_harmony(text: str, events: list[Event]) -> None:
     assert read("openai", text, reasoning="openai_gptoss") == events
 
 
+RESPONSE, RESPONSE_END = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"Hm.<|close|>think<|sep|>{RESPONSE}{RESPONSE_END}{KIMI_K3}", [Reasoning("Hm."), *BOTH]),
+        (f"<|close|>think<|sep|>{RESPONSE}One moment.{RESPONSE_END}{KIMI_K3}", [Content("One moment."), *BOTH]),
+        (f"Hm.<|close|>think<|sep|>{RESPONSE}Yes{RESPONSE_END}<|close|>message", [Reasoning("Hm."), Content("Yes")]),
+        ("<|close|>think<|sep|>The <|open|> and <|close|>x<|sep|>", [Content("The <|open|> and <|close|>x<|sep|>")]),
+        ("<|close|>think<|sep|>" + KIMI_K3.replace("Tokyo", "a<|close|>argument<|sep|> b")[:180],
+         one("get_weather", '{"city": "a<|close|>argument<|sep|> b"')),
+        ('<|close|>think<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="a&amp;b" type="null"<|sep|>null'
+         "<|close|>argument<|sep|><|close|>call<|sep|>", one("f", '{"a&b": null}')),
+    ],
+)  # fmt: skip
+def test_kimi_k3(text: str, events: list[Event]) -> None:
+    assert read("kimi_k3", text, reasoning="kimi_k3", inside=True) == events
+
+
 def test_harmony_without_tools_has_no_calls() -> None:
     parser = OutputParser(REASONING_FORMATS["openai_gptoss"], TOOL_FORMATS["openai"])
     assert joined(parser.feed(HARMONY, last=True)) == [THOUGHT, Content("One moment."), Reasoning("\n" + WEATHER)]
@@ -283,6 +321,8 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("pythonic", "[search(q='\\ud800')]"),
         ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city>"),
         ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+        ("kimi_k2", "<|tool_calls_section_begin|> x <|tool_call_begin|>search:0<|tool_call_end|>"),
+        ("kimi_k2", "<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>"),
         ("glm45", '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'),
         ("glm45", "<tool_call>search\n<arg_k"),
         ("glm45", "<tool_call> or </tool_call>"),
@@ -403,7 +443,7 @@ SPLICED = st.builds(
     lambda pieces: "".join(text[start : start + size] for text, start, size in pieces),
     st.lists(
         st.tuples(
-            st.sampled_from([*OUTPUTS.values(), MISTRAL_V11, HARMONY, "<think>Hm.</think>", "a [b] {c}\n\n"]),
+            st.sampled_from([*OUTPUTS.values(), MISTRAL_V11, HARMONY, KIMI_K3, "<think>Hm.</think>", "a [b] {c}\n\n"]),
             st.integers(0, 90),
             st.integers(1, 150),
         ),
@@ -429,7 +469,8 @@ def test_no_cut_into_parts_changes_the_events(
     parts = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     whole = joined(OutputParser(*chosen, tools=TOOLS, inside=inside).feed(text, last=True))
     assert fed(OutputParser(*chosen, tools=TOOLS, inside=inside), parts) == whole
-    if name != "openai" and reasoning == "none" and not any(isinstance(event, ToolCall) for event in whole):
+    drops_markers = TOOL_FORMATS[name].reads_reasoning or TOOL_FORMATS[name].wraps_content
+    if not drops_markers and reasoning == "none" and not any(isinstance(event, ToolCall) for event in whole):
         assert whole == (shown(text) if text else [])
 
 
