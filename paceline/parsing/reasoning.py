@@ -64,7 +64,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", template_signs=("think", ":opensource")),
         ReasoningFormat("hy_v4", "<think:6124c78e>", "</think:6124c78e>", template_signs=("think", ":6124c78e")),
         ReasoningFormat("qwen3", "<think>", "</think>", template_signs=("</think>",)),
-        *(ReasoningFormat(name, "<think>", "</think>") for name in ("deepseek_v3", "glm45", "kimi_k2")),
+        *(ReasoningFormat(name, "<think>", "</think>") for name in ("deepseek_v3", "glm45", "kimi_k2", "minimax_m2")),
         ReasoningFormat("deepseek_r1", "<think>", "</think>", always=True),
     )
 }

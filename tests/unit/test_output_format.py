@@ -51,6 +51,9 @@ HY3 = "{%- set s = ':opensource' %}{{- '<arg_key{0}>'.format(s) }}{{- '<think{0}
 KIMI_K2 = """
 <|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ args }}<|tool_call_end|>"""
 KIMI_K3 = """{{- '<|open|>think<|sep|>' + thought + '<|close|>think<|sep|>' }}"""
+DSML = """{%- set token = '｜DSML｜' -%}{{- '<' ~ token ~ 'function_calls>\\n' }}{{- '</think>' }}"""
+MINIMAX = """
+{%- set begin = '<minimax:tool_call>' %}{{- '<invoke name="' + name + '">' }}{{- '<think>\\n' }}{{- '</think>' }}"""
 PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"""
 
 
@@ -76,6 +79,10 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         (HY3.replace("opensource", "6124c78e"), "hy_v4", "hy_v4"),
         (KIMI_K2, "kimi_k2", None),
         (KIMI_K3, "kimi_k3", "kimi_k3"),
+        (DSML, "deepseek_v32", "qwen3"),
+        (DSML.replace("function_calls", "tool_calls"), "deepseek_v4", "qwen3"),
+        (DSML.replace("function_calls", " calls"), "deepseek_v41", "qwen3"),
+        (MINIMAX, "minimax_m2", "qwen3"),
         (PLAIN, None, None),
         (None, None, None),
     ],

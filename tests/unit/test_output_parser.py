@@ -115,6 +115,16 @@ KIMI_K3 = (
     '<|open|>argument key="q" type="string"<|sep|>hotels<|close|>argument<|sep|><|close|>call<|sep|>'
     "<|close|>tools<|sep|><|close|>message<|sep|>"
 )
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Tokyo</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="q" string="true">hotels</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
+MINIMAX = re.sub(
+    ' string="[a-z]*"', "", DSML.replace("｜DSML｜function_calls", "minimax:tool_call").replace("｜DSML｜", "")
+)
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -127,6 +137,10 @@ OUTPUTS = {
     "qwen3_coder": CODER,
     "qwen3_xml": CODER,
     "kimi_k2": KIMI_K2,
+    "deepseek_v32": DSML,
+    "deepseek_v4": DSML.replace("function_calls", "tool_calls"),
+    "deepseek_v41": DSML.replace("function_calls", "calls").replace("｜DSML｜", "｜DSML｜ "),
+    "minimax_m2": MINIMAX,
     "glm45": GLM45,
     "glm47": GLM45.replace("\n", ""),
     "hy_v3": HUNYUAN.replace(">", ":opensource>"),
@@ -161,6 +175,10 @@ def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
         ("pythonic", "[get_weather(city='Tokyo', days=3)"),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].replace("</parameter>\n", "")),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].removeprefix("<tool_call>")),
+        ("deepseek_v32", DSML.partition('\n<｜DSML｜invoke name="search')[0].partition("calls>\n")[2]),
+        ("minimax_m2", MINIMAX.partition('\n<invoke name="search')[0].replace("3</parameter>\n", "3")),
+        ("minimax_m2", MINIMAX.partition('\n<invoke name="search')[0].partition("call>\n")[2]),
+        ("minimax_m2", f'<minimax:tool_call><invoke name="get_weather"> {WEATHER}</invoke></minimax:tool_call>'),
         ("kimi_k2", "<|tool_call_begin|> get_weather <|tool_call_argument_begin|> " + WEATHER + " <|tool_call_end|>"),
         ("kimi_k2", f"<|tool_calls_section_begin|><|tool_calls_section_end|>{KIMI_K2[:147]}"),
         ("glm45", GLM45.partition("\n<tool_call>search")[0].replace("3</arg_value>\n", "3")),
@@ -172,6 +190,10 @@ def test_one_call_in_other_spellings(name: str, text: str) -> None:
     assert read(name, text) == CALLED
 
 
+DSML_ARGUMENT = (
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="{}">{}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>"
+)
 SPACES = "search", '{"q": " a\\n\\\\ "}'
 TAGGED = "<arg_key></arg_value> </arg_key></tool_call> <tool_cal"
 IN_TAGS = "search", f'{{"q": "{TAGGED}"}}'
@@ -198,6 +220,15 @@ DEEP_TEXT = '"{\\"a\\": ' + DEEP + '}"'
         ("qwen3_coder", "<tool_call><function=f></function></tool_call>", "f", "{}"),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>\n\n x\n\n</parameter>", "f", '{"a": "\\n x\\n"'),
         ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>thr", "get_weather", '{"days": thr'),
+        ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f"/>\n</｜DSML｜tool_calls>', "f", "{}"),
+        ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>', "f", "{}"),
+        ("deepseek_v4", DSML_ARGUMENT.format("false", "[1, null]"), "f", '{"a": [1, null]}'),
+        ("deepseek_v4", DSML_ARGUMENT.format("false", "x"), "f", '{"a": "x"}'),
+        ("deepseek_v4", DSML_ARGUMENT.format("true", " 1\n"), "f", '{"a": " 1\\n"}'),
+        ("deepseek_v4", DSML_ARGUMENT.format("true", "</｜DSML｜parameter>"), "f", '{"a": "</｜DSML｜parameter>"}'),
+        ("deepseek_v4", DSML_ARGUMENT.format("fal", "").partition("fal")[0], "f", '{"a": '),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1', "f", '{"a": "1'),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a', "f", '{"a": "'),
         ("glm45", "<tool_call>search\n</tool_call>", "search", "{}"),
         ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_value> a\n\\ </arg_value></tool_call>", *SPACES),
         ("glm47", f"<tool_call>search<arg_key>q</arg_key><arg_value>{TAGGED}</arg_value></tool_call>", *IN_TAGS),
@@ -321,6 +352,9 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("pythonic", "[search(q='\\ud800')]"),
         ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city>"),
         ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="'),
+        ("minimax_m2", '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f">1'),
         ("kimi_k2", "<|tool_calls_section_begin|> x <|tool_call_begin|>search:0<|tool_call_end|>"),
         ("kimi_k2", "<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>"),
         ("glm45", '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'),
