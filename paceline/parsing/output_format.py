@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from paceline.parsing.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from paceline.parsing.formats.deepseek_dsml import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41
+from paceline.parsing.formats.gemma4 import GEMMA4
 from paceline.parsing.formats.glm import GLM45, GLM47, HY_V3, HY_V3_PREVIEW, HY_V4
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
@@ -28,7 +29,7 @@ AUTO, NONE = "auto", "none"
 
 DETECTED = (
     *(HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K3),
-    *(DEEPSEEK_V32, DEEPSEEK_V41, DEEPSEEK_V4, MINIMAX_M2),
+    *(DEEPSEEK_V32, DEEPSEEK_V41, DEEPSEEK_V4, MINIMAX_M2, GEMMA4),
     *(QWEN3_CODER, QWEN3_XML, HERMES, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_V11, MISTRAL),
     *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA4_JSON, LLAMA3_JSON),
 )
@@ -48,7 +49,7 @@ class OutputFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts of tokens that a parser must see, also those that are special tokens."""
-        reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ()
+        reasoning = self.reasoning.markers if self.reasoning is not None else ()
         return (*reasoning, *(self.tools.markers if self.tools is not None else ()))
 
     def begins_inside(self, prompt: str, continued: str = "") -> bool:

@@ -22,6 +22,13 @@ class ReasoningFormat:
     """Whether each answer begins with reasoning even where neither prompt nor answer has the first marker."""
     answer: str = ""
     """The text before every answer, with reasoning or without. "": an answer has no marker of its own."""
+    tokens: tuple[str, ...] = ()
+    """Texts of the tokens in markers that consist of several."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts of tokens that a parser must see."""
+        return (self.begin, self.end, *self.tokens)
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether an answer to this rendered prompt begins with reasoning."""
@@ -50,6 +57,7 @@ HARMONY_REASONING = ReasoningFormat(
 )
 """gpt-oss: its tool format reads the reasoning, because it may come again after a call."""
 
+KIMI_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     each.name: each
     for each in (
@@ -59,7 +67,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
             "<|open|>think<|sep|>",
             "<|close|>think<|sep|>",
             template_signs=("<|open|>", "<|close|>"),
+            tokens=KIMI_TOKENS,
         ),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>thought",), tokens=("<|channel>",)),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]", template_signs=("[THINK]",)),
         ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", template_signs=("think", ":opensource")),
         ReasoningFormat("hy_v4", "<think:6124c78e>", "</think:6124c78e>", template_signs=("think", ":6124c78e")),

@@ -54,6 +54,28 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def text_value(reader: TextReader, index: int, ends: Mapping[str, tuple[str, ...]]) -> Steps[str]:
+    """A text up to one of these markers, as it arrives, as a JSON string. `ends`: see `Tags.value_ends`.
+
+    Returns the marker behind it; "": the end of all text.
+    """
+
+    def event(text: str) -> ToolArguments:
+        return ToolArguments(index, quoted(text)[1:-1])
+
+    yield ToolArguments(index, '"')
+    while marker := (yield from reader.until(tuple(ends), event)):
+        before = reader.gap
+        reader.commit()
+        behind, ended = yield from _end(reader, ends[marker])
+        if ended:
+            yield event(before)
+            yield ToolArguments(index, '"')
+            return marker
+        yield event(before + marker + behind)
+    return ""
+
+
 def _arguments(reader: TextReader, index: int, schema: JsonSchema, tags: Tags) -> Steps[None]:
     """Arguments up to the end of the call. Those that the end of the text cuts off stay open."""
     before, marker = "{", ""
@@ -69,7 +91,10 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema, tags: Tags) -
         key, types = argument
         yield ToolArguments(index, f"{before}{quoted(key)}: ")
         before = ", "
-        marker = yield from (_text if set(types) == {"string"} else _literal)(reader, index, types, tags)
+        if set(types) == {"string"}:
+            marker = yield from text_value(reader, index, tags.value_ends)
+        else:
+            marker = yield from _literal(reader, index, types, tags)
         if not marker:
             return
     if marker == tags.end or (yield from reader.accept(tags.end)):
@@ -85,27 +110,8 @@ def _starts(reader: TextReader, marker: str) -> Steps[bool]:
     return bool((yield from reader.accept(marker)))
 
 
-def _text(reader: TextReader, index: int, types: Sequence[str], tags: Tags) -> Steps[str]:
-    """A text, as it arrives. Returns the marker behind it; "": the end of all text."""
-
-    def event(text: str) -> ToolArguments:
-        return ToolArguments(index, quoted(text)[1:-1])
-
-    yield ToolArguments(index, '"')
-    while marker := (yield from reader.until(tuple(tags.value_ends), event)):
-        before = reader.gap
-        reader.commit()
-        behind, ended = yield from _end(reader, tags.value_ends[marker])
-        if ended:
-            yield event(before)
-            yield ToolArguments(index, '"')
-            return marker
-        yield event(before + marker + behind)
-    return ""
-
-
 def _literal(reader: TextReader, index: int, types: Sequence[str], tags: Tags) -> Steps[str]:
-    """A value that may be something else than a text: it has to be complete. Returns as `_text` does."""
+    """A value that may be something else than a text: it has to be complete. Returns as `text_value` does."""
     parts: list[str] = []
     while True:
         text, marker = yield from reader.text_until(tuple(tags.value_ends))

@@ -54,6 +54,9 @@ KIMI_K3 = """{{- '<|open|>think<|sep|>' + thought + '<|close|>think<|sep|>' }}""
 DSML = """{%- set token = '｜DSML｜' -%}{{- '<' ~ token ~ 'function_calls>\\n' }}{{- '</think>' }}"""
 MINIMAX = """
 {%- set begin = '<minimax:tool_call>' %}{{- '<invoke name="' + name + '">' }}{{- '<think>\\n' }}{{- '</think>' }}"""
+GEMMA4 = """
+{{- '<|tool_call>call:' + function['name'] + '{' -}}{{- '<|"|>' + argument + '<|"|>' -}}
+{{- '<|channel>thought\\n<channel|>' -}}"""
 PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"""
 
 
@@ -83,6 +86,7 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         (DSML.replace("function_calls", "tool_calls"), "deepseek_v4", "qwen3"),
         (DSML.replace("function_calls", " calls"), "deepseek_v41", "qwen3"),
         (MINIMAX, "minimax_m2", "qwen3"),
+        (GEMMA4, "gemma4", "gemma4"),
         (PLAIN, None, None),
         (None, None, None),
     ],
@@ -147,6 +151,8 @@ def test_gpt_oss_s_format_is_chosen_by_either_name(names: tuple[str, str]) -> No
         ("deepseek_r1", "<｜User｜>Hi<｜Assistant｜><think>\n", True),
         ("deepseek_r1", "<｜User｜>Hi<｜Assistant｜></think>", False),
         ("mistral", "[INST]Hi[/INST]", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("gemma4", "<|turn>model\n", False),
         ("none", "<think>", False),
     ],
 )
@@ -170,6 +176,11 @@ def test_the_shipped_model_has_neither() -> None:
     template = Tokenizer.load("pydoc").chat_template
     assert template is not None
     assert choose_format("auto", "auto", template.source).tools is None
+
+
+@pytest.mark.parametrize("name", ["gemma4", "kimi_k3"])
+def test_tokens_of_reasoning_that_is_read_without_tools_are_markers(name: str) -> None:
+    assert {"gemma4": "<|channel>", "kimi_k3": "<|sep|>"}[name] in choose_format("none", name, None).markers
 
 
 def test_each_reasoning_format_has_its_name() -> None:

@@ -125,6 +125,10 @@ DSML = (
 MINIMAX = re.sub(
     ' string="[a-z]*"', "", DSML.replace("｜DSML｜function_calls", "minimax:tool_call").replace("｜DSML｜", "")
 )
+GEMMA4 = (
+    '<|tool_call>call:get_weather{city:<|"|>Tokyo<|"|>,days:3}<tool_call|>'
+    '<|tool_call>call:search{q:<|"|>hotels<|"|>}<tool_call|>'
+)
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -141,6 +145,7 @@ OUTPUTS = {
     "deepseek_v4": DSML.replace("function_calls", "tool_calls"),
     "deepseek_v41": DSML.replace("function_calls", "calls").replace("｜DSML｜", "｜DSML｜ "),
     "minimax_m2": MINIMAX,
+    "gemma4": GEMMA4,
     "glm45": GLM45,
     "glm47": GLM45.replace("\n", ""),
     "hy_v3": HUNYUAN.replace(">", ":opensource>"),
@@ -194,6 +199,9 @@ DSML_ARGUMENT = (
     '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="{}">{}</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>"
 )
+GEMMA_NESTED = '{"a b": {"c": [[], {}, [1, ",}"]]}, "d": true}'
+GEMMA_QUOTES = '{"a": "b,\\"}", "c": "\\"<|\\"|>:"}'
+GEMMA_MARKERS = '{"a": "<|tool_call>call:f{}<tool_call|>"}'
 SPACES = "search", '{"q": " a\\n\\\\ "}'
 TAGGED = "<arg_key></arg_value> </arg_key></tool_call> <tool_cal"
 IN_TAGS = "search", f'{{"q": "{TAGGED}"}}'
@@ -220,6 +228,15 @@ DEEP_TEXT = '"{\\"a\\": ' + DEEP + '}"'
         ("qwen3_coder", "<tool_call><function=f></function></tool_call>", "f", "{}"),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>\n\n x\n\n</parameter>", "f", '{"a": "\\n x\\n"'),
         ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>thr", "get_weather", '{"days": thr'),
+        ("gemma4", "<|tool_call>call:f{}<tool_call|>", "f", "{}"),
+        ("gemma4", '<|tool_call> call:f {a b:{c:[[],{},[1, <|"|>,}<|"|>]]}, d :true}', "f", GEMMA_NESTED),
+        ("gemma4", "<|tool_call>call:f{a:x y,b:-1.5e3,c:null}", "f", '{"a": "x y", "b": -1.5e3, "c": null}'),
+        ("gemma4", '<|tool_call>call:f{"a":"b,\\"}",<|"|>c<|"|>:<|"|>"<|"|>:<|"|>}', "f", GEMMA_QUOTES),
+        ("gemma4", '<|tool_call>call:f{a:<|"|><|tool_call>call:f{}<tool_call|><|"|>}', "f", GEMMA_MARKERS),
+        ("gemma4", '<|tool_call>call:f{a:[1,<|"|>b', "f", '{"a": [1, "b'),
+        ("gemma4", "<|tool_call>call:f{a:[1,tr", "f", '{"a": [1, tr'),
+        ("gemma4", "<|tool_call>call:f{a:[1,],b", "f", '{"a": [1], "b'),
+        ("gemma4", "<|tool_call>call:f{a:[1<tool_call|>", "f", '{"a": [1'),
         ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f"/>\n</｜DSML｜tool_calls>', "f", "{}"),
         ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>', "f", "{}"),
         ("deepseek_v4", DSML_ARGUMENT.format("false", "[1, null]"), "f", '{"a": [1, null]}'),
@@ -316,6 +333,7 @@ def test_harmony_without_tools_has_no_calls() -> None:
         ("qwen3", "<think>\n\n</think>\n\n", False, []),
         ("qwen3", " \n<thin", False, shown(" \n<thin")),
         ("qwen3", " Why <think>?", False, shown(" Why <think>?")),
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>Yes", False, [Reasoning("Hm."), Content("Yes")]),
         ("mistral", "[THINK]Hm.[/THINK]Yes", False, [Reasoning("Hm."), Content("Yes")]),
         ("openai_gptoss", f"a\nb<|end|><|start|>assistant{FINAL}c", True, TWICE),
     ],
@@ -352,6 +370,8 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("pythonic", "[search(q='\\ud800')]"),
         ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city>"),
         ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+        ("gemma4", "<|tool_call>call:search"),
+        ("gemma4", "<|tool_call>call:search of it<tool_call|> {}"),
         ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="'),
         ("minimax_m2", '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'),
         ("minimax_m2", '<minimax:tool_call><invoke name="f">1'),
@@ -528,6 +548,7 @@ def test_each_word_of_a_text_is_in_one_event(data: st.DataObject, name: str) -> 
 
 
 LONG = "b" * 100_000
+NO_END = "</arg_value> . "
 
 
 @pytest.mark.parametrize(
@@ -538,12 +559,30 @@ LONG = "b" * 100_000
         ("hermes", "<tool_call>" * 10_000, shown("<tool_call>" * 10_000)),
         ("hermes", '<tool_call>{"a": [' * 6_000, shown('<tool_call>{"a": [' * 6_000)),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + LONG, one("f", '{"a": "' + LONG)),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>' + LONG, one("f", '{"a": "' + LONG)),
+        ("gemma4", "<|tool_call>call:f{a:" + "[" * 50_000, one("f", '{"a": ' + "[" * 50_000)),
+        ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>" + LONG, one("f", '{"a": "' + LONG)),
+        ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>" + NO_END * 6_000, one("f", '{"a": "' + NO_END * 6_000)),
         ("hermes", '<tool_call>{"arguments": {"a": "' + LONG + '"}, "name": "f"}', one("f", '{"a": "' + LONG + '"}')),
         ("llama3_json", '{"id": {' * 12_000, shown('{"id": {' * 12_000)),
         ("pythonic", "[search(" * 12_000, shown("[search(" * 12_000)),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "b\n" * 50_000, one("f", '{"a": "' + "b\\n" * 50_000)),
     ],
-    ids=["text", "space", "markers", "objects", "arguments", "held", "bare", "list", "value"],
+    ids=[
+        "text",
+        "space",
+        "markers",
+        "objects",
+        "arguments",
+        "gemma",
+        "deep",
+        "tagged",
+        "no end",
+        "held",
+        "bare",
+        "list",
+        "value",
+    ],
 )
 def test_long_outputs(name: str, text: str, events: list[Event]) -> None:
     """100,000 characters, one by one: what is quadratic takes minutes here."""
