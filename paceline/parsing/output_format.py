@@ -12,6 +12,7 @@ from paceline.parsing.formats.gemma4 import GEMMA4
 from paceline.parsing.formats.glm import GLM45, GLM47, HY_V3, HY_V3_PREVIEW, HY_V4
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
+from paceline.parsing.formats.json_lists import JSON_LISTS
 from paceline.parsing.formats.kimi_k2 import KIMI_K2
 from paceline.parsing.formats.kimi_k3 import KIMI_K3
 from paceline.parsing.formats.llama3_json import LLAMA3_JSON, LLAMA4_JSON
@@ -30,6 +31,7 @@ AUTO, NONE = "auto", "none"
 DETECTED = (
     *(HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K3),
     *(DEEPSEEK_V32, DEEPSEEK_V41, DEEPSEEK_V4, MINIMAX_M2, GEMMA4),
+    *JSON_LISTS,
     *(QWEN3_CODER, QWEN3_XML, HERMES, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_V11, MISTRAL),
     *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA4_JSON, LLAMA3_JSON),
 )

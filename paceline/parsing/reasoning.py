@@ -71,6 +71,10 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ),
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>thought",), tokens=("<|channel>",)),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]", template_signs=("[THINK]",)),
+        ReasoningFormat(
+            "cohere_command3", "<|START_THINKING|>", "<|END_THINKING|>", template_signs=("<|START_THINKING|>",)
+        ),
+        ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>", template_signs=("<|inner_prefix|>",)),
         ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", template_signs=("think", ":opensource")),
         ReasoningFormat("hy_v4", "<think:6124c78e>", "</think:6124c78e>", template_signs=("think", ":6124c78e")),
         ReasoningFormat("qwen3", "<think>", "</think>", template_signs=("</think>",)),

@@ -87,6 +87,12 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         (DSML.replace("function_calls", " calls"), "deepseek_v41", "qwen3"),
         (MINIMAX, "minimax_m2", "qwen3"),
         (GEMMA4, "gemma4", "gemma4"),
+        ("{{- '<TOOLCALL>[{\"name\": \"' + name }}{{ '<think></think>' }}", "nemotron_json", "qwen3"),
+        (r'within <tool_call></tool_call> XML tags: <tool_calls>[{"name": <name>, "arguments": <a>}', "apriel", None),
+        ("respond only with <|tool_call|> followed by a JSON list of tools used.", "granite", None),
+        ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json", None),
+        ("{{ '<|inner_prefix|>' }}{{ '<|tools_prefix|>[' }}", "apertus", "apertus"),
+        ("<|START_THINKING|>{{ plan }}<|END_THINKING|><|START_ACTION|>[", "cohere_command3", "cohere_command3"),
         (PLAIN, None, None),
         (None, None, None),
     ],
@@ -121,8 +127,8 @@ def test_the_template_tells_mistral_s_two_formats_apart(name: str, template: str
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("hermez", "none"), "tool_call_parser must be one of auto, none, deepseek_v3, .*pythonic, .*, not 'hermez'"),
-        (("none", "r1"), "reasoning_parser must be one of auto, none, deepseek_r1, .*, not 'r1'"),
+        (("hermez", "none"), "tool_call_parser must be one of auto, none, .*deepseek_v3, .*pythonic, .*, not 'hermez'"),
+        (("none", "r1"), "reasoning_parser must be one of auto, none, .*deepseek_r1, .*, not 'r1'"),
         (("openai", "none"), "are one format"),
         (("hermes", "openai_gptoss"), "are one format"),
     ],

@@ -129,6 +129,11 @@ GEMMA4 = (
     '<|tool_call>call:get_weather{city:<|"|>Tokyo<|"|>,days:3}<tool_call|>'
     '<|tool_call>call:search{q:<|"|>hotels<|"|>}<tool_call|>'
 )
+JSON_LIST = f'[{{"name": "get_weather", "arguments": {WEATHER}}}, {{"name": "search", "arguments": {SEARCH}}}]'
+COHERE = (
+    "<|START_ACTION|>" + JSON_LIST.replace("arguments", "parameters").replace("name", "tool_name") + "<|END_ACTION|>"
+)
+COHERE_ITEM = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {WEATHER}}}'
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -146,6 +151,12 @@ OUTPUTS = {
     "deepseek_v41": DSML.replace("function_calls", "calls").replace("｜DSML｜", "｜DSML｜ "),
     "minimax_m2": MINIMAX,
     "gemma4": GEMMA4,
+    "nemotron_json": f"<TOOLCALL>{JSON_LIST}</TOOLCALL>",
+    "apriel": f"<tool_calls>{JSON_LIST}</tool_calls>",
+    "granite": f"<|tool_call|>{JSON_LIST}",
+    "phi4_mini_json": f"functools{JSON_LIST}",
+    "apertus": f'<|tools_prefix|>[{{"get_weather": {WEATHER}}}, {{"search": {SEARCH}}}]<|tools_suffix|>',
+    "xlam": JSON_LIST,
     "glm45": GLM45,
     "glm47": GLM45.replace("\n", ""),
     "hy_v3": HUNYUAN.replace(">", ":opensource>"),
@@ -180,6 +191,12 @@ def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
         ("pythonic", "[get_weather(city='Tokyo', days=3)"),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].replace("</parameter>\n", "")),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].removeprefix("<tool_call>")),
+        ("nemotron_json", '<TOOLCALL> [ {"name" : "get_weather", "arguments":' + WEATHER + "} ] </TOOLCALL>"),
+        ("granite", '<tool_call> {"name": "get_weather", "arguments": ' + WEATHER + "}"),
+        ("apriel", '<tool_calls>[{"name": "get_weather", "arguments": ' + WEATHER + ', "id": "1"}]</tool_calls>'),
+        ("phi4_mini_json", '<|tool_call|>{"name": "get_weather", "arguments": ' + WEATHER + "}<|/tool_call|>"),
+        ("apertus", '<|tools_prefix|>{ "get_weather" : ' + WEATHER + " }<|tools_suffix|>"),
+        ("cohere_command3", f"<|START_ACTION|>[{COHERE_ITEM}]<|END_ACTION|>"),
         ("deepseek_v32", DSML.partition('\n<｜DSML｜invoke name="search')[0].partition("calls>\n")[2]),
         ("minimax_m2", MINIMAX.partition('\n<invoke name="search')[0].replace("3</parameter>\n", "3")),
         ("minimax_m2", MINIMAX.partition('\n<invoke name="search')[0].partition("call>\n")[2]),
@@ -316,6 +333,18 @@ def test_kimi_k3(text: str, events: list[Event]) -> None:
     assert read("kimi_k3", text, reasoning="kimi_k3", inside=True) == events
 
 
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        ("<|START_THINKING|>Hm.<|END_THINKING|>" + COHERE, [Reasoning("Hm."), *BOTH]),
+        ("<|START_RESPONSE|>Yes <co>a</co: 0:[1]>.<|END_RESPONSE|>", [Content("Yes <co>a</co: 0:[1]>.")]),
+        ("<|START_TEXT|>Yes<|END_TEXT|>", [Content("Yes")]),
+    ],
+)
+def test_cohere(text: str, events: list[Event]) -> None:
+    assert read("cohere_command3", text, reasoning="cohere_command3") == events
+
+
 def test_harmony_without_tools_has_no_calls() -> None:
     parser = OutputParser(REASONING_FORMATS["openai_gptoss"], TOOL_FORMATS["openai"])
     assert joined(parser.feed(HARMONY, last=True)) == [THOUGHT, Content("One moment."), Reasoning("\n" + WEATHER)]
@@ -333,6 +362,7 @@ def test_harmony_without_tools_has_no_calls() -> None:
         ("qwen3", "<think>\n\n</think>\n\n", False, []),
         ("qwen3", " \n<thin", False, shown(" \n<thin")),
         ("qwen3", " Why <think>?", False, shown(" Why <think>?")),
+        ("apertus", "<|inner_prefix|>Hm.<|inner_suffix|>Yes", False, [Reasoning("Hm."), Content("Yes")]),
         ("gemma4", "<|channel>thought\nHm.\n<channel|>Yes", False, [Reasoning("Hm."), Content("Yes")]),
         ("mistral", "[THINK]Hm.[/THINK]Yes", False, [Reasoning("Hm."), Content("Yes")]),
         ("openai_gptoss", f"a\nb<|end|><|start|>assistant{FINAL}c", True, TWICE),
@@ -370,6 +400,11 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("pythonic", "[search(q='\\ud800')]"),
         ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city>"),
         ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+        ("xlam", '[{"name": "f", "arguments": {}}], [{"city": 1}], [1]  {2 }, [see (a)]'),
+        ("nemotron_json", "<TOOLCALL>[]</TOOLCALL>"),
+        ("nemotron_json", "<TOOLCALL>[1] </TOOLCALL>"),
+        ("phi4_mini_json", "functools, functools[0]"),
+        ("apertus", '<|tools_prefix|>[{"search": 1}]'),
         ("gemma4", "<|tool_call>call:search"),
         ("gemma4", "<|tool_call>call:search of it<tool_call|> {}"),
         ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="'),
@@ -493,11 +528,12 @@ def test_qwen3_coder_s_values_have_the_types_of_the_schema(schema: object, text:
         assert fed(parser, parts) == one("f", f'{{"a": {value}}}')
 
 
+OTHERS = (MISTRAL_V11, HARMONY, KIMI_K3, COHERE)
 SPLICED = st.builds(
     lambda pieces: "".join(text[start : start + size] for text, start, size in pieces),
     st.lists(
         st.tuples(
-            st.sampled_from([*OUTPUTS.values(), MISTRAL_V11, HARMONY, KIMI_K3, "<think>Hm.</think>", "a [b] {c}\n\n"]),
+            st.sampled_from([*OUTPUTS.values(), *OTHERS, "<think>Hm.</think>", "a [b] {c}\n\n"]),
             st.integers(0, 90),
             st.integers(1, 150),
         ),
