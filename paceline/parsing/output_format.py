@@ -19,7 +19,9 @@ from paceline.parsing.formats.llama3_json import LLAMA3_JSON, LLAMA4_JSON
 from paceline.parsing.formats.minimax_m2 import MINIMAX_M2
 from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
 from paceline.parsing.formats.pythonic import LLAMA4_PYTHONIC, PYTHONIC
+from paceline.parsing.formats.pythonic_sections import LFM2, OLMO3
 from paceline.parsing.formats.qwen3_coder import QWEN3_CODER, QWEN3_XML
+from paceline.parsing.formats.seed_oss import SEED_OSS
 from paceline.parsing.output_parser import OutputParser
 from paceline.parsing.reasoning import HARMONY_REASONING, REASONING_FORMATS, ReasoningFormat
 from paceline.parsing.tool_format import ToolFormat, Tools
@@ -32,6 +34,7 @@ DETECTED = (
     *(HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K3),
     *(DEEPSEEK_V32, DEEPSEEK_V41, DEEPSEEK_V4, MINIMAX_M2, GEMMA4),
     *JSON_LISTS,
+    *(SEED_OSS, LFM2, OLMO3),
     *(QWEN3_CODER, QWEN3_XML, HERMES, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_V11, MISTRAL),
     *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA4_JSON, LLAMA3_JSON),
 )

@@ -134,6 +134,12 @@ COHERE = (
     "<|START_ACTION|>" + JSON_LIST.replace("arguments", "parameters").replace("name", "tool_name") + "<|END_ACTION|>"
 )
 COHERE_ITEM = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {WEATHER}}}'
+SEED = (
+    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Tokyo</parameter>\n<parameter=days>3</parameter>\n"
+    "</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=search>\n<parameter=q>hotels</parameter>\n</function>\n</seed:tool_call>"
+)
+GIGACHAT = '{"name": "get_weather", "arguments": ' + WEATHER + "}"
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -157,6 +163,9 @@ OUTPUTS = {
     "phi4_mini_json": f"functools{JSON_LIST}",
     "apertus": f'<|tools_prefix|>[{{"get_weather": {WEATHER}}}, {{"search": {SEARCH}}}]<|tools_suffix|>',
     "xlam": JSON_LIST,
+    "seed_oss": SEED,
+    "lfm2": f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>",
+    "olmo3": f"<function_calls>{PYTHONIC[1:-1]}</function_calls>".replace(", search", "\nsearch"),
     "glm45": GLM45,
     "glm47": GLM45.replace("\n", ""),
     "hy_v3": HUNYUAN.replace(">", ":opensource>"),
@@ -196,6 +205,13 @@ def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
         ("apriel", '<tool_calls>[{"name": "get_weather", "arguments": ' + WEATHER + ', "id": "1"}]</tool_calls>'),
         ("phi4_mini_json", '<|tool_call|>{"name": "get_weather", "arguments": ' + WEATHER + "}<|/tool_call|>"),
         ("apertus", '<|tools_prefix|>{ "get_weather" : ' + WEATHER + " }<|tools_suffix|>"),
+        ("seed_oss", SEED.partition("\n<seed:tool_call>\n<function=search")[0].removeprefix("<seed:tool_call>")),
+        ("seed_oss", SEED.partition("\n<seed:tool_call>\n<function=search")[0].replace("3</parameter>\n", "3")),
+        ("lfm2", '<|tool_call_start|>[{"name": "get_weather", "arguments": ' + WEATHER + "}]<|tool_call_end|>"),
+        ("lfm2", '<|tool_call_start|>{"name": "get_weather", "arguments": ' + WEATHER + "}<|tool_call_end|>"),
+        ("olmo3", "<function_calls>\nget_weather(city='Tokyo', days=3),\n</function_calls>"),
+        ("gigachat3", "<|function_call|>" + GIGACHAT),
+        ("gigachat3", "<|message_sep|>\n\nfunction call<|role_sep|>\n" + GIGACHAT + "<|message_sep|>\n\n"),
         ("cohere_command3", f"<|START_ACTION|>[{COHERE_ITEM}]<|END_ACTION|>"),
         ("deepseek_v32", DSML.partition('\n<｜DSML｜invoke name="search')[0].partition("calls>\n")[2]),
         ("minimax_m2", MINIMAX.partition('\n<invoke name="search')[0].replace("3</parameter>\n", "3")),
@@ -405,6 +421,9 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("nemotron_json", "<TOOLCALL>[1] </TOOLCALL>"),
         ("phi4_mini_json", "functools, functools[0]"),
         ("apertus", '<|tools_prefix|>[{"search": 1}]'),
+        ("lfm2", "<|tool_call_start|>[search (q=1)]"),
+        ("olmo3", "<function_calls>the calls</function_calls>"),
+        ("seed_oss", "<function=f><parameter=q>1</parameter></function>"),
         ("gemma4", "<|tool_call>call:search"),
         ("gemma4", "<|tool_call>call:search of it<tool_call|> {}"),
         ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="'),

@@ -1,13 +1,13 @@
 """Families that write `[{"name": "f", "arguments": {...}}, ...]` between markers of their own, a table of them.
 
-One object without the list is read, too. Apertus has the name for a key: `{"f": {...}}`. Cohere also has markers around
-the answer.
+One object without the list is read, too; GigaChat writes nothing else. Apertus has the name for a key: `{"f": {...}}`.
+Cohere and GigaChat also have markers around the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.parsing.call_list import call_list
@@ -100,4 +100,13 @@ COHERE_COMMAND3 = _Family(
 ).tool_format("cohere_command3", ("<|START_ACTION|>",), '{"tool_call_id": "0", "tool_name": "', '", "parameters": ')
 XLAM = _Family(("[",), call=_bare).tool_format("xlam", ())
 """Nothing marks its calls but the list itself: a tool must have their names."""
-JSON_LISTS = (NEMOTRON_JSON, APRIEL, GRANITE, PHI4_MINI, APERTUS, COHERE_COMMAND3, XLAM)
+GIGACHAT3 = replace(
+    _Family(("function call<|role_sep|>", "<|function_call|>"), dropped=("<|message_sep|>",)).tool_format(
+        "gigachat3", ("<|role_sep|>", "function call")
+    ),
+    separator="<|message_sep|>\n\nfunction call<|role_sep|>\n",
+    opening="<|message_sep|>\n\nfunction call<|role_sep|>\n",
+    closing="",
+)
+"""A call is a message of its own, behind that of the answer."""
+JSON_LISTS = (NEMOTRON_JSON, APRIEL, GRANITE, PHI4_MINI, APERTUS, COHERE_COMMAND3, XLAM, GIGACHAT3)
