@@ -17,6 +17,7 @@ from paceline.parsing.formats.kimi_k2 import KIMI_K2
 from paceline.parsing.formats.kimi_k3 import KIMI_K3
 from paceline.parsing.formats.llama3_json import LLAMA3_JSON, LLAMA4_JSON
 from paceline.parsing.formats.minimax_m2 import MINIMAX_M2
+from paceline.parsing.formats.minimax_m3 import MINIMAX_M3
 from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
 from paceline.parsing.formats.pythonic import LLAMA4_PYTHONIC, PYTHONIC
 from paceline.parsing.formats.pythonic_sections import LFM2, OLMO3
@@ -31,7 +32,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 AUTO, NONE = "auto", "none"
 
 DETECTED = (
-    *(HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K3),
+    *(MINIMAX_M3, HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K3),
     *(DEEPSEEK_V32, DEEPSEEK_V41, DEEPSEEK_V4, MINIMAX_M2, GEMMA4),
     *JSON_LISTS,
     *(SEED_OSS, LFM2, OLMO3),

@@ -13,6 +13,8 @@ from paceline.parsing.json_text import call_arguments
 from paceline.parsing.text_reader import SPACE, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema
 
+Ends: TypeAlias = Mapping[str, tuple[str, ...]]
+"""The markers that end a value, each with the texts of which one must come next. Elsewhere they are mere text."""
 Argument: TypeAlias = tuple[str, Sequence[str]]
 """An argument's key, and the types that its value may have."""
 
@@ -25,8 +27,7 @@ class Tags:
     """The marker before an argument."""
     head: Callable[[TextReader, JsonSchema], Steps[Argument | None]]
     """`head(reader, schema)`: consume what is between that marker and the value. None: it is no argument."""
-    value_ends: Mapping[str, tuple[str, ...]]
-    """The markers that end a value, each with the texts of which one must come next. Elsewhere they are mere text."""
+    value_ends: Ends
     end: str
     """The marker behind the last argument."""
 
@@ -54,16 +55,24 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def text_value(reader: TextReader, index: int, ends: Mapping[str, tuple[str, ...]]) -> Steps[str]:
-    """A text up to one of these markers, as it arrives, as a JSON string. `ends`: see `Tags.value_ends`.
+def argument_value(reader: TextReader, index: int, types: Sequence[str], ends: Ends, *, start: str = "") -> Steps[str]:
+    """A value of these types up to one of these markers, as JSON; a text as it arrives.
 
-    Returns the marker behind it; "": the end of all text.
+    `start`: text of it that is consumed already. Returns the marker behind it; "": the end of all text.
     """
+    if set(types) == {"string"}:
+        return (yield from text_value(reader, index, ends, start=start))
+    return (yield from _literal(reader, index, types, ends, start))
+
+
+def text_value(reader: TextReader, index: int, ends: Ends, *, start: str = "") -> Steps[str]:
+    """A text as a JSON string, as it arrives. See `argument_value`."""
 
     def event(text: str) -> ToolArguments:
         return ToolArguments(index, quoted(text)[1:-1])
 
     yield ToolArguments(index, '"')
+    yield event(start)
     while marker := (yield from reader.until(tuple(ends), event)):
         before = reader.gap
         reader.commit()
@@ -91,10 +100,7 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema, tags: Tags) -
         key, types = argument
         yield ToolArguments(index, f"{before}{quoted(key)}: ")
         before = ", "
-        if set(types) == {"string"}:
-            marker = yield from text_value(reader, index, tags.value_ends)
-        else:
-            marker = yield from _literal(reader, index, types, tags)
+        marker = yield from argument_value(reader, index, types, tags.value_ends)
         if not marker:
             return
     if marker == tags.end or (yield from reader.accept(tags.end)):
@@ -110,16 +116,16 @@ def _starts(reader: TextReader, marker: str) -> Steps[bool]:
     return bool((yield from reader.accept(marker)))
 
 
-def _literal(reader: TextReader, index: int, types: Sequence[str], tags: Tags) -> Steps[str]:
-    """A value that may be something else than a text: it has to be complete. Returns as `text_value` does."""
-    parts: list[str] = []
+def _literal(reader: TextReader, index: int, types: Sequence[str], ends: Ends, start: str) -> Steps[str]:
+    """A value that may be something else than a text: it has to be complete. See `argument_value`."""
+    parts = [start]
     while True:
-        text, marker = yield from reader.text_until(tuple(tags.value_ends))
+        text, marker = yield from reader.text_until(tuple(ends))
         parts.append(text)
         if not marker:
             yield ToolArguments(index, "".join(parts))
             return ""
-        behind, ended = yield from _end(reader, tags.value_ends[marker])
+        behind, ended = yield from _end(reader, ends[marker])
         if ended:
             yield ToolArguments(index, value_json("".join(parts), types))
             return marker

@@ -97,6 +97,11 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         ("{{- '<|tool_call_start|>[' + calls | join(', ') + ']<|tool_call_end|>' -}}", "lfm2", None),
         ("{{ '<function_calls>' + message['function_calls'] + '</function_calls>' }}", "olmo3", None),
         ("{%- set sep = '<|role_sep|>\\n' -%}{{- role_message('function call') }}", "gigachat3", None),
+        (
+            "{{- ']<]minimax[>[' ~ '<invoke name=\"' }}{{- '<mm:think>' }}{{- '<tool_call>' }}",
+            "minimax_m3",
+            "minimax_m3",
+        ),
         (PLAIN, None, None),
         (None, None, None),
     ],

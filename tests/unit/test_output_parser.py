@@ -140,6 +140,10 @@ SEED = (
     "<seed:tool_call>\n<function=search>\n<parameter=q>hotels</parameter>\n</function>\n</seed:tool_call>"
 )
 GIGACHAT = '{"name": "get_weather", "arguments": ' + WEATHER + "}"
+MINIMAX_M3 = """<tool_call>
+<invoke name="get_weather"><city>Tokyo</city><days>3</days></invoke>
+<invoke name="search"><q>hotels</q></invoke>
+</tool_call>""".replace("<", "]<]minimax[>[<")
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -156,6 +160,7 @@ OUTPUTS = {
     "deepseek_v4": DSML.replace("function_calls", "tool_calls"),
     "deepseek_v41": DSML.replace("function_calls", "calls").replace("｜DSML｜", "｜DSML｜ "),
     "minimax_m2": MINIMAX,
+    "minimax_m3": MINIMAX_M3,
     "gemma4": GEMMA4,
     "nemotron_json": f"<TOOLCALL>{JSON_LIST}</TOOLCALL>",
     "apriel": f"<tool_calls>{JSON_LIST}</tool_calls>",
@@ -361,6 +366,38 @@ def test_cohere(text: str, events: list[Event]) -> None:
     assert read("cohere_command3", text, reasoning="cohere_command3") == events
 
 
+NESTED = '{"to": {"zip": "01", "floor": 2}, "note": " a\\n"}'
+ORDER = {
+    "type": "object",
+    "properties": {
+        "items": {"anyOf": [{"type": "array", "items": {"$ref": "#/x"}}, {"type": "null"}]},
+        "ids": {"type": "array", "items": {"type": "integer"}},
+        "to": {"type": "object", "properties": {"zip": {"type": "string"}, "floor": {"type": "integer"}}},
+        "note": {"type": "string"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<ids>\n<item>1</item>\n<item>2</item>\n</ids></invoke>", '{"ids": [1, 2]}'),
+        ("<to><zip>01</zip><floor>2</floor></to><note> a\n</note></invoke>", NESTED),
+        ("<items><item><sku>b</sku></item></items></invoke>", '{"items": [{"sku": "b"}]}'),
+        ("<ids></ids><to></to><note></note></invoke>", '{"ids": [], "to": {}, "note": ""}'),
+        ("<new><item>1</item></new></invoke>", '{"new": ["1"]}'),
+        ("</invoke>", "{}"),
+        ("<to><zip>0", '{"to": {"zip": "0'),
+        ("<ids><item>1</item><item", '{"ids": [1, '),
+    ],
+)
+def test_minimax_m3_nests_arguments(text: str, arguments: str) -> None:
+    output = f'<tool_call>\n<invoke name="order">{text}'.replace("<", "]<]minimax[>[<")
+    for parts in ([output], list(output)):
+        parser = OutputParser(None, TOOL_FORMATS["minimax_m3"], tools={"order": ORDER})
+        assert fed(parser, parts) == one("order", arguments)
+
+
 def test_harmony_without_tools_has_no_calls() -> None:
     parser = OutputParser(REASONING_FORMATS["openai_gptoss"], TOOL_FORMATS["openai"])
     assert joined(parser.feed(HARMONY, last=True)) == [THOUGHT, Content("One moment."), Reasoning("\n" + WEATHER)]
@@ -424,6 +461,7 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("lfm2", "<|tool_call_start|>[search (q=1)]"),
         ("olmo3", "<function_calls>the calls</function_calls>"),
         ("seed_oss", "<function=f><parameter=q>1</parameter></function>"),
+        ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="search">q'),
         ("gemma4", "<|tool_call>call:search"),
         ("gemma4", "<|tool_call>call:search of it<tool_call|> {}"),
         ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="'),
