@@ -76,6 +76,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ),
         ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>", template_signs=("<|inner_prefix|>",)),
         ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>", template_signs=("<mm:think>",)),
+        ReasoningFormat("solar_open", "<|think|>", "<|end|>", template_signs=("<|think|>", "<|tool_call:begin|>")),
         ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", template_signs=("<seed:think>",)),
         ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", template_signs=("think", ":opensource")),
         ReasoningFormat("hy_v4", "<think:6124c78e>", "</think:6124c78e>", template_signs=("think", ":6124c78e")),

@@ -144,6 +144,20 @@ MINIMAX_M3 = """<tool_call>
 <invoke name="get_weather"><city>Tokyo</city><days>3</days></invoke>
 <invoke name="search"><q>hotels</q></invoke>
 </tool_call>""".replace("<", "]<]minimax[>[<")
+SOLAR_OPEN = (
+    "<|begin|>assistant<|tool_calls|>"
+    f"<|tool_call:begin|>0<|tool_call:name|>get_weather<|tool_call:args|>{WEATHER}<|tool_call:end|>"
+    f"<|tool_call:begin|>1<|tool_call:name|>search<|tool_call:args|>{SEARCH}<|tool_call:end|>"
+)
+SOLAR_OPEN2 = (
+    "<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>Tokyo<|tool_arg:end|>\n"
+    "<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>\n"
+    "<|tool_call:start|>search\n<|tool_arg:start|>q<|tool_arg:value|>hotels<|tool_arg:end|>\n<|tool_call:end|>"
+)
+MINICPM5 = (
+    '<function name="get_weather"><param name="city">Tokyo</param><param name="days">3</param></function>\n'
+    '<function name="search"><param name="q"><![CDATA[hotels]]></param></function>'
+)
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -168,6 +182,8 @@ OUTPUTS = {
     "phi4_mini_json": f"functools{JSON_LIST}",
     "apertus": f'<|tools_prefix|>[{{"get_weather": {WEATHER}}}, {{"search": {SEARCH}}}]<|tools_suffix|>',
     "xlam": JSON_LIST,
+    "solar_open2": SOLAR_OPEN2,
+    "minicpm5": MINICPM5,
     "seed_oss": SEED,
     "lfm2": f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>",
     "olmo3": f"<function_calls>{PYTHONIC[1:-1]}</function_calls>".replace(", search", "\nsearch"),
@@ -398,6 +414,32 @@ def test_minimax_m3_nests_arguments(text: str, arguments: str) -> None:
         assert fed(parser, parts) == one("order", arguments)
 
 
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"<|think|>Hm.<|end|>{SOLAR_OPEN}", [Reasoning("Hm."), *BOTH]),
+        ("<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes<|end|>", [Reasoning("Hm."), Content("Yes")]),
+        (f"<|content|>One moment.<|end|>{SOLAR_OPEN}", [Content("One moment."), *BOTH]),
+        ("<|content|>Yes<|end|><|begin|>assi", [Content("Yes")]),
+    ],
+)
+def test_solar_open(text: str, events: list[Event]) -> None:
+    assert read("solar_open", text, reasoning="solar_open") == events
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"get_weather\n{WEATHER}>>>search\n{SEARCH}", BOTH),
+        (f"all\nOne moment.\n>>>get_weather\n{WEATHER}\n>>>search\n{SEARCH}", [Content("One moment."), *BOTH]),
+        (">>>all\nYes >>> no", [Content("Yes >>> no")]),
+        ("all", [Content("all")]),
+    ],
+)
+def test_functionary(text: str, events: list[Event]) -> None:
+    assert read("functionary_v3_2", text) == events
+
+
 def test_harmony_without_tools_has_no_calls() -> None:
     parser = OutputParser(REASONING_FORMATS["openai_gptoss"], TOOL_FORMATS["openai"])
     assert joined(parser.feed(HARMONY, last=True)) == [THOUGHT, Content("One moment."), Reasoning("\n" + WEATHER)]
@@ -462,6 +504,10 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("olmo3", "<function_calls>the calls</function_calls>"),
         ("seed_oss", "<function=f><parameter=q>1</parameter></function>"),
         ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="search">q'),
+        ("minicpm5", '<function name="f"><param name="a">1</param></function>'),
+        ("functionary_v3_2", "f\n{} >>> search"),
+        ("functionary_v3_2", "all >>>f\n{}"),
+        ("solar_open", "<|tool_call:begin|>0<|tool_call:name|>search<|tool_call:args|>"),
         ("gemma4", "<|tool_call>call:search"),
         ("gemma4", "<|tool_call>call:search of it<tool_call|> {}"),
         ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="'),
@@ -585,7 +631,7 @@ def test_qwen3_coder_s_values_have_the_types_of_the_schema(schema: object, text:
         assert fed(parser, parts) == one("f", f'{{"a": {value}}}')
 
 
-OTHERS = (MISTRAL_V11, HARMONY, KIMI_K3, COHERE)
+OTHERS = (MISTRAL_V11, HARMONY, KIMI_K3, COHERE, SOLAR_OPEN)
 SPLICED = st.builds(
     lambda pieces: "".join(text[start : start + size] for text, start, size in pieces),
     st.lists(
