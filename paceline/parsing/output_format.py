@@ -14,7 +14,7 @@ from paceline.parsing.formats.glm import GLM45, GLM47, HY_V3, HY_V3_PREVIEW, HY_
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.formats.json_lists import JSON_LISTS
-from paceline.parsing.formats.kimi_k2 import KIMI_K2
+from paceline.parsing.formats.kimi_k2 import KIMI_K2, KIMI_K2_OLD
 from paceline.parsing.formats.kimi_k3 import KIMI_K3
 from paceline.parsing.formats.llama3_json import LLAMA3_JSON, LLAMA4_JSON
 from paceline.parsing.formats.minicpm5 import MINICPM5
@@ -35,7 +35,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 AUTO, NONE = "auto", "none"
 
 DETECTED = (
-    *(MINIMAX_M3, HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K3),
+    *(MINIMAX_M3, HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K2_OLD, KIMI_K3),
     *(DEEPSEEK_V32, DEEPSEEK_V41, DEEPSEEK_V4, MINIMAX_M2, GEMMA4),
     *JSON_LISTS,
     *(SEED_OSS, LFM2, OLMO3, SOLAR_OPEN, SOLAR_OPEN2, MINICPM5, FUNCTIONARY_V3_2),

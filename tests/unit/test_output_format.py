@@ -81,6 +81,7 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         (HY3, "hy_v3", "hy_v3"),
         (HY3.replace("opensource", "6124c78e"), "hy_v4", "hy_v4"),
         (KIMI_K2, "kimi_k2", None),
+        ("{{ '<|im_system|>tool_declare<|im_middle|>' -}}{{- tools | tojson -}}", "kimi_k2", None),
         (KIMI_K3, "kimi_k3", "kimi_k3"),
         (DSML, "deepseek_v32", "qwen3"),
         (DSML.replace("function_calls", "tool_calls"), "deepseek_v4", "qwen3"),

@@ -364,6 +364,11 @@ RESPONSE, RESPONSE_END = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
          one("get_weather", '{"city": "a<|close|>argument<|sep|> b"')),
         ('<|close|>think<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="a&amp;b" type="null"<|sep|>null'
          "<|close|>argument<|sep|><|close|>call<|sep|>", one("f", '{"a&b": null}')),
+        (
+            '<|close|>think<|sep|><|open|>call tool="f"<|sep|><|open|>json type="object"<|sep|>{"a": [1]}'
+            "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+            one("f", '{"a": [1]}'),
+        ),
     ],
 )  # fmt: skip
 def test_kimi_k3(text: str, events: list[Event]) -> None:

@@ -6,6 +6,7 @@ The number counts the calls of a conversation. There are markers before and behi
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_by_name
@@ -53,3 +54,5 @@ KIMI_K2 = ToolFormat(
     opening=CALLS_BEGIN,
     closing=CALLS_END,
 )
+KIMI_K2_OLD = replace(KIMI_K2, template_signs=("<|im_middle|>", "tool_declare"))
+"""The first template shows no calls."""

@@ -1,7 +1,7 @@
 """Kimi K3: `<|open|>call tool="f" index="1"<|sep|>`, each argument in an element of its own, `<|close|>call<|sep|>`.
 
-An argument is `<|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|>`. Calls are in an element
-`tools`, the answer is in an element `response`.
+An argument is `<|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|>`; an element `json` may have all
+of them. Calls are in an element `tools`, the answer is in an element `response`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 CALL, CALL_END = f"{OPEN}call", f"{CLOSE}call{SEPARATOR}"
+JSON = f'{OPEN}json type="object"{SEPARATOR}'
 ARGUMENT, ARGUMENT_END = f"{OPEN}argument", f"{CLOSE}argument{SEPARATOR}"
-ELEMENTS = frozenset(("message", "think", "response", "tools", "call", "argument"))
+ELEMENTS = frozenset(("message", "think", "response", "tools", "call", "json", "argument"))
 """Elements whose markers are no text."""
 ATTRIBUTES = re.compile(r"[^<]+")
 ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
@@ -31,6 +32,8 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         attributes = yield from _attributes(reader)
         closed = element in ELEMENTS and (yield from reader.accept_cut(SEPARATOR))
         name = attributes.get("tool", "") if closed and marker == OPEN and element == "call" else ""
+        if name:
+            yield from reader.accept(JSON)
         if name and (yield from tagged_call(reader, index, name, tools.get(name, {}), TAGS)):
             index += 1
         elif name or not closed:
