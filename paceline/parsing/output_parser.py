@@ -55,6 +55,7 @@ def _message(
     left_to_tools = tool_format is not None and tool_format.reads_reasoning and not inside
     if reasoning is not None and not left_to_tools and (yield from reasoning.begins(reader, inside=inside)):
         opening = "" if tool_format is None or tool_format.reads_reasoning else tool_format.first_marker
-        if (yield from reasoning.parse(reader, opening, answer)):
+        wrapped = tool_format is not None and tool_format.wraps_content
+        if (yield from reasoning.parse(reader, opening, answer, wrapped=wrapped)):
             return
     yield from answer()

@@ -95,12 +95,28 @@ class TextReader:
         """Consume white space."""
         yield from self.run(SPACE)
 
-    def accept(self, *texts: str) -> Steps[str]:
-        """Consume the first of these texts that comes next, and return it; "": none of them does."""
+    def next_of(self, *texts: str) -> Steps[str]:
+        """The first of these texts that comes next, not consumed; "": none of them does."""
         while any(self._may_become(text) for text in texts) and (yield from self.more()):
             pass
-        found = next((text for text in texts if self._text.startswith(text, self._at)), "")
+        return next((text for text in texts if self._text.startswith(text, self._at)), "")
+
+    def ends_before(self, *texts: str) -> bool:
+        """Whether all text ends here, or amid one of these texts."""
+        return self.ended and any(self._may_become(text) for text in texts)
+
+    def accept(self, *texts: str) -> Steps[str]:
+        """Consume the first of these texts that comes next, and return it; "": none of them does."""
+        found = yield from self.next_of(*texts)
         self._consume(self._at + len(found))
+        return found
+
+    def accept_cut(self, *texts: str) -> Steps[bool]:
+        """`accept`; where all text ends amid one of these texts, consume that. Returns whether it did."""
+        found = bool((yield from self.accept(*texts)))
+        if not found and self.ends_before(*texts):
+            self._consume(len(self._text))
+            found = True
         return found
 
     def skip(self, *texts: str) -> Steps[str]:
@@ -113,9 +129,8 @@ class TextReader:
     def skip_closing(self, *markers: str) -> Steps[str]:
         """`skip` one of the markers behind a call; where the text ends amid it, what there is of it."""
         found = yield from self.skip(*markers)
-        if not found and self.ended:
-            rest = self._text[self._at :]
-            self._consume(len(self._text) if any(marker.startswith(rest) for marker in markers) else self._at)
+        if not found:
+            yield from self.accept_cut(*markers)
         return found
 
     def scan(

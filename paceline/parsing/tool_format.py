@@ -41,6 +41,8 @@ class ToolFormat:
     """Mistral's templates want ids of nine letters and digits."""
     reads_reasoning: bool = False
     """Whether `parse` finds the reasoning, too, so that it reads each text, with tools and without."""
+    wraps_content: bool = False
+    """Whether markers stand around the answer, too, so that `parse` reads each text, with tools and without."""
 
     @property
     def first_marker(self) -> str:

@@ -16,6 +16,10 @@ from paceline.parsing.output_format import choose_format
 FORMATS: Mapping[str, tuple[str, str]] = {
     "deepseek-ai/DeepSeek-V3-0324": ("deepseek_v3", "none"),
     "deepseek-ai/DeepSeek-V3.1": ("deepseek_v31", "deepseek_v3"),
+    "deepseek-ai/DeepSeek-V3.2": ("deepseek_v32", "deepseek_v3"),
+    "deepseek-ai/DeepSeek-V4-Flash": ("deepseek_v4", "deepseek_v3"),
+    "deepseek-ai/DeepSeek-V4.1-Flash": ("deepseek_v41", "deepseek_v3"),
+    "google/gemma-4-31B-it": ("gemma4", "gemma4"),
     "meta-llama/Llama-3.3-70B-Instruct": ("llama3_json", "none"),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": ("llama4_pythonic", "none"),
     "mistralai/Devstral-Small-2507": ("mistral", "none"),
@@ -25,6 +29,9 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "mistralai/Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
     "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", "none"),
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": ("mistral", "none"),
+    "moonshotai/Kimi-K2-Instruct-0905": ("kimi_k2", "none"),
+    "moonshotai/Kimi-K2.6": ("kimi_k2", "kimi_k2"),
+    "moonshotai/Kimi-K3": ("kimi_k3", "kimi_k3"),
     "openai/gpt-oss-20b": ("openai", "openai_gptoss"),
     "Qwen/Qwen3-0.6B": ("hermes", "qwen3"),
     "Qwen/Qwen3-4B-Instruct-2507": ("hermes", "none"),
@@ -33,12 +40,15 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     "Qwen/Qwen3-Coder-Next": ("qwen3_coder", "none"),
     "Qwen/Qwen3.5-9B": ("qwen3_coder", "qwen3"),
     "Qwen/Qwen3.8-27B": ("qwen3_coder", "qwen3"),
+    "zai-org/GLM-4.5": ("glm45", "glm45"),
+    "zai-org/GLM-4.7": ("glm47", "glm45"),
+    "zai-org/GLM-5.3": ("glm47", "glm45"),
 }
 """`--tool-call-parser` and `--reasoning-parser`, by a fixture's reference model."""
 
-SPECIAL = r"<[|｜][^<>\s]{1,40}>|<[a-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
+SPECIAL = r"<\|[^<>\s]{1,40}>|<｜[^<>\s｜]{1,40}｜>|<[a-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
 """How special tokens look in these families. No tokenizer of theirs is at hand."""
-PIECES = re.compile(rf"{SPECIAL}|</?\w+>|\s?\w{{1,5}}|\s+|.", re.DOTALL)
+PIECES = re.compile(rf"{SPECIAL}|｜DSML｜|</?\w+>|\s?\w{{1,5}}|\s+|.", re.DOTALL)
 """Texts of the pseudo-tokens into which an output is cut."""
 
 

@@ -25,14 +25,14 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         if marker == BEGIN:
             yield from reader.skip("[")
         names = tools if marker == "[" else None
-        index = yield from call_list(reader, index, partial(_call, reader, names))
+        index = yield from call_list(reader, index, partial(python_call, reader, names=names))
         yield from reader.skip_closing(END)
 
 
-def _call(reader: TextReader, names: Collection[str] | None, index: int) -> Steps[bool | None]:
-    """One call. Its arguments become JSON when it is closed, so there are no parts of them.
+def python_call(reader: TextReader, index: int, *, names: Collection[str] | None) -> Steps[bool | None]:
+    """One call, see `call_list`. `names`: nothing else says that it is a call, so it needs one of these.
 
-    Returns False for what is no call, and None for one with arguments that are none.
+    Its arguments become JSON when it is closed, so there are no parts of them.
     """
     yield from reader.space()
     name = yield from reader.run(NAME)
