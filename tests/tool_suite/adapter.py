@@ -36,9 +36,9 @@ FORMATS: Mapping[str, tuple[str, str]] = {
 }
 """`--tool-call-parser` and `--reasoning-parser`, by a fixture's reference model."""
 
-SPECIAL = r"<[|｜][^<>\s]{1,40}>|<[a-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
+SPECIAL = r"<\|[^<>\s]{1,40}>|<｜[^<>\s｜]{1,40}｜>|<[a-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
 """How special tokens look in these families. No tokenizer of theirs is at hand."""
-PIECES = re.compile(rf"{SPECIAL}|</?\w+>|\s?\w{{1,5}}|\s+|.", re.DOTALL)
+PIECES = re.compile(rf"{SPECIAL}|｜DSML｜|</?\w+>|\s?\w{{1,5}}|\s+|.", re.DOTALL)
 """Texts of the pseudo-tokens into which an output is cut."""
 
 
