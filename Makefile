@@ -14,7 +14,8 @@ PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-chec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo chat bench gpu load chaos combinations schemas train test test-all lint types layers pytest \
-	pytest-all test-vllm test-real clients native-check native-cross mutants models lines chart format schema proto clean
+	pytest-all test-vllm test-real tool-suite clients native-check native-cross mutants models lines chart format schema \
+	proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,6 +118,9 @@ $(VLLM_STAMP): pyproject.toml | $(STAMP)
 
 test-real: setup  ## three published models, 1.7 GB: tokens and figures beside llama.cpp's, which it builds
 	@$(BIN)/python -m tests.real $(PYTEST_ARGS)
+
+tool-suite: setup  ## others' outputs with tool calls, read by every known format (ARGS=--failures lists the reasons)
+	@$(BIN)/python -m tests.tool_suite $(ARGS)
 
 # Other people's clients, and what checks the description of the API. torch comes first, for the CPU; node's wheel has
 # npm. instructor asks for an older jiter and an older rich than openai and schemathesis do, and works with theirs.

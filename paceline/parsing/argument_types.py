@@ -19,6 +19,10 @@ PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
     "null": (NoneType,),
 }
 """Of values of a JSON schema's types, without `string`."""
+IMPLIED: Mapping[str, str] = {"properties": "object", "additionalProperties": "object", "items": "array"}
+"""Of schemas that name no type."""
+WORDS: Mapping[str, str] = {"true": "true", "false": "false", "null": "null", "none": "null"}
+"""JSON's words, and Python's, which models write in any case."""
 UNKNOWN = ("array", "object", "string")
 """For an argument whose schema names no type."""
 
@@ -32,27 +36,40 @@ def argument_types(schema: JsonSchema, key: str) -> Sequence[str]:
 
 
 def value_json(text: str, types: Sequence[str]) -> str:
-    """The value as JSON of the first type that it has; a string if it has none of them."""
+    """The value as JSON of the first type that it has. A string is the last choice: models write no quotes."""
     literal = text.strip()
+    literal = WORDS.get(literal.lower(), literal)
     found = literal if is_json(literal) else literal_json(literal)
     if found is not None:
         value = parse_json(found)
-        null_first = sorted(types, key=lambda name: name != "null")  # "null" is no text where null is allowed
-        for name in null_first:
-            if name == "string":
-                break
+        for name in sorted(types, key=lambda name: name != "null"):  # "null" is no text where null is allowed
             if type(value) in PYTHON_TYPES.get(name, ()):
                 return found
+            if name == "integer" and isinstance(value, float) and value.is_integer():
+                return str(int(value))
     return json.dumps(text, ensure_ascii=False)
 
 
 def _types(schema: object) -> list[str]:
+    """The types that a schema names or implies; none: it may be any."""
     if not isinstance(schema, Mapping):
         return []
     named = schema.get("type")
     types = [each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)]
+    if types:
+        return types
+    values = [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
+    types += [_type_of(value) for value in values]
     for key in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(key)
-        for option in options if isinstance(options, list) else []:
-            types += _types(option)
-    return types
+        for option in _listed(schema, key):
+            types += _types(option) or UNKNOWN
+    return types or [name for key, name in IMPLIED.items() if key in schema]
+
+
+def _listed(schema: Mapping[str, object], key: str) -> list[object]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _type_of(value: object) -> str:
+    return next((name for name, types in PYTHON_TYPES.items() if type(value) in types), "string")

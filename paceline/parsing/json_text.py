@@ -10,6 +10,8 @@ from paceline.parsing.events import Event, ToolArguments, ToolCall
 from paceline.parsing.text_reader import Steps, TextReader
 from paceline.parsing.value_scan import ValueScan
 
+NAMES = ("name", "tool_name")
+"""Keys under which models write the name of a call."""
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which models write the arguments of a call."""
 OTHER_KEYS = ("name", "type", "id")
@@ -31,7 +33,7 @@ def call_object(reader: TextReader, index: int) -> Steps[bool]:
 
 
 def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None = None) -> Steps[bool]:
-    """What is behind the "{" of an object with a "name" and arguments, as the call `index`.
+    """What is behind the "{" of an object with a name and arguments, as the call `index`.
 
     `names`: nothing but the object itself says that it is a call, so it needs one of these names, needs arguments, and
     has no unusual keys. False: it is no such object, and there was no event.
@@ -47,7 +49,7 @@ def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None
         if names is not None and key not in (*ARGUMENTS, *OTHER_KEYS):
             return False
         value = yield from json_value(reader)
-        if key == "name" and not name:
+        if key in NAMES and not name:
             name = json_string(value) or ""
             if not name or (names is not None and name not in names):
                 return False

@@ -7,12 +7,25 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.parsing.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from paceline.parsing.formats.deepseek_dsml import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41
+from paceline.parsing.formats.functionary import FUNCTIONARY_V3_2
+from paceline.parsing.formats.gemma4 import GEMMA4
+from paceline.parsing.formats.glm import GLM45, GLM47, HY_V3, HY_V3_PREVIEW, HY_V4
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
+from paceline.parsing.formats.json_lists import JSON_LISTS
+from paceline.parsing.formats.kimi_k2 import KIMI_K2, KIMI_K2_OLD
+from paceline.parsing.formats.kimi_k3 import KIMI_K3
 from paceline.parsing.formats.llama3_json import LLAMA3_JSON, LLAMA4_JSON
+from paceline.parsing.formats.minicpm5 import MINICPM5
+from paceline.parsing.formats.minimax_m2 import MINIMAX_M2
+from paceline.parsing.formats.minimax_m3 import MINIMAX_M3
 from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
 from paceline.parsing.formats.pythonic import LLAMA4_PYTHONIC, PYTHONIC
+from paceline.parsing.formats.pythonic_sections import LFM2, OLMO3
 from paceline.parsing.formats.qwen3_coder import QWEN3_CODER, QWEN3_XML
+from paceline.parsing.formats.seed_oss import SEED_OSS
+from paceline.parsing.formats.solar import SOLAR_OPEN, SOLAR_OPEN2
 from paceline.parsing.output_parser import OutputParser
 from paceline.parsing.reasoning import HARMONY_REASONING, REASONING_FORMATS, ReasoningFormat
 from paceline.parsing.tool_format import ToolFormat, Tools
@@ -22,6 +35,10 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 AUTO, NONE = "auto", "none"
 
 DETECTED = (
+    *(MINIMAX_M3, HY_V3_PREVIEW, HY_V3, HY_V4, GLM45, GLM47, KIMI_K2, KIMI_K2_OLD, KIMI_K3),
+    *(DEEPSEEK_V32, DEEPSEEK_V41, DEEPSEEK_V4, MINIMAX_M2, GEMMA4),
+    *JSON_LISTS,
+    *(SEED_OSS, LFM2, OLMO3, SOLAR_OPEN, SOLAR_OPEN2, MINICPM5, FUNCTIONARY_V3_2),
     *(QWEN3_CODER, QWEN3_XML, HERMES, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_V11, MISTRAL),
     *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA4_JSON, LLAMA3_JSON),
 )
@@ -41,7 +58,7 @@ class OutputFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts of tokens that a parser must see, also those that are special tokens."""
-        reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ()
+        reasoning = self.reasoning.markers if self.reasoning is not None else ()
         return (*reasoning, *(self.tools.markers if self.tools is not None else ()))
 
     def begins_inside(self, prompt: str, continued: str = "") -> bool:
@@ -55,8 +72,9 @@ class OutputFormat:
 
     def parser(self, tools: Tools, *, inside: bool = False) -> OutputParser:
         """A parser of one output. `tools`: that the request lets the model call; none: calls are not looked for."""
-        wanted = bool(tools) or (self.tools is not None and self.tools.reads_reasoning)
-        return OutputParser(self.reasoning, self.tools if wanted else None, tools=tools, inside=inside)
+        form = self.tools
+        wanted = form is not None and (bool(tools) or form.reads_reasoning or form.wraps_content)
+        return OutputParser(self.reasoning, form if wanted else None, tools=tools, inside=inside)
 
 
 def choose_format(tool_call_parser: str, reasoning_parser: str, chat_template: str | None) -> OutputFormat:

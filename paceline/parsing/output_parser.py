@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from paceline.parsing.events import Content, Event, Reasoning, ToolCall
 from paceline.parsing.reasoning import ReasoningFormat
@@ -48,10 +49,13 @@ def _message(
     *,
     inside: bool,
 ) -> Steps[None]:
-    left_to_tools = tool_format is not None and tool_format.reads_reasoning and not inside
-    if reasoning is not None and not left_to_tools:
-        yield from reasoning.parse(reader, inside=inside)
+    answer: Callable[[], Steps[object]] = partial(reader.until, (), Content)
     if tool_format is not None:
-        yield from tool_format.parse(reader, tools)
-    else:
-        yield from reader.until((), Content)
+        answer = partial(tool_format.parse, reader, tools)
+    left_to_tools = tool_format is not None and tool_format.reads_reasoning and not inside
+    if reasoning is not None and not left_to_tools and (yield from reasoning.begins(reader, inside=inside)):
+        opening = "" if tool_format is None or tool_format.reads_reasoning else tool_format.first_marker
+        wrapped = tool_format is not None and tool_format.wraps_content
+        if (yield from reasoning.parse(reader, opening, answer, wrapped=wrapped)):
+            return
+    yield from answer()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import TypeVar
 
-from paceline.parsing.events import Event
+from paceline.parsing.events import Content, Event
 
 T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
@@ -31,11 +31,16 @@ class TextReader:
     """Whether no more text will come."""
     gap: str = ""
     """The white space before the marker that `until` found last."""
+    dropped: str = ""
+    """A marker that is no content: `until` consumes it once, with the white space around it."""
+    begins_line: bool = True
+    """Whether the marker that was found last stands first in its line, but for blanks."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._marked: list[str] | None = None  # what was consumed since the mark
+        self._line_begins = True  # nothing but blanks was consumed since the last line break
 
     def add(self, text: str, *, last: bool) -> None:
         """Text has arrived."""
@@ -59,8 +64,12 @@ class TextReader:
 
     def reset(self) -> None:
         """Go back to the mark, and forget it."""
-        self._text = self.since_mark() + self._text[self._at :]
-        self._at = 0
+        text = self.since_mark()
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:
+            self._text = text + self._text[self._at :]
+            self._at = 0
 
     def more(self) -> Steps[bool]:
         """Wait for more text; False at the end."""
@@ -86,12 +95,28 @@ class TextReader:
         """Consume white space."""
         yield from self.run(SPACE)
 
-    def accept(self, *texts: str) -> Steps[str]:
-        """Consume the first of these texts that comes next, and return it; "": none of them does."""
+    def next_of(self, *texts: str) -> Steps[str]:
+        """The first of these texts that comes next, not consumed; "": none of them does."""
         while any(self._may_become(text) for text in texts) and (yield from self.more()):
             pass
-        found = next((text for text in texts if self._text.startswith(text, self._at)), "")
+        return next((text for text in texts if self._text.startswith(text, self._at)), "")
+
+    def ends_before(self, *texts: str) -> bool:
+        """Whether all text ends here, or amid one of these texts."""
+        return self.ended and any(self._may_become(text) for text in texts)
+
+    def accept(self, *texts: str) -> Steps[str]:
+        """Consume the first of these texts that comes next, and return it; "": none of them does."""
+        found = yield from self.next_of(*texts)
         self._consume(self._at + len(found))
+        return found
+
+    def accept_cut(self, *texts: str) -> Steps[bool]:
+        """`accept`; where all text ends amid one of these texts, consume that. Returns whether it did."""
+        found = bool((yield from self.accept(*texts)))
+        if not found and self.ends_before(*texts):
+            self._consume(len(self._text))
+            found = True
         return found
 
     def skip(self, *texts: str) -> Steps[str]:
@@ -101,11 +126,12 @@ class TextReader:
         yield from self.space()
         return found
 
-    def skip_closing(self, *markers: str) -> Steps[None]:
+    def skip_closing(self, *markers: str) -> Steps[str]:
         """`skip` one of the markers behind a call; where the text ends amid it, what there is of it."""
-        if not (yield from self.skip(*markers)) and self.ended:
-            rest = self._text[self._at :]
-            self._consume(len(self._text) if any(marker.startswith(rest) for marker in markers) else self._at)
+        found = yield from self.skip(*markers)
+        if not found:
+            yield from self.accept_cut(*markers)
+        return found
 
     def scan(
         self, find_end: Callable[[str, int], tuple[int, bool]], event: Callable[[str], Event] | None = None
@@ -132,18 +158,24 @@ class TextReader:
         """
         self.commit()
         gap: list[str] = []
-        text, marker = yield from self._part(markers)
+        dropped = self.dropped if event is Content else ""
+        sought = (*markers, dropped) if dropped else markers
+        text, marker = yield from self._part(sought)
         while text or marker:
             body = text.rstrip()
             if body:
                 yield event("".join(gap) + body)
                 gap.clear()
             gap.append(text[len(body) :])
-            if marker:
+            if marker and marker == dropped:
+                self.dropped, dropped, sought = "", "", markers
+                gap.clear()
+                yield from self.space()
+            elif marker:
                 self.gap = "".join(gap)
                 self._marked = [self.gap, marker]
                 return marker
-            text, marker = yield from self._part(markers)
+            text, marker = yield from self._part(sought)
         if any(gap):
             yield event("".join(gap))
         return ""
@@ -163,6 +195,7 @@ class TextReader:
             found = _any_of(markers).search(self._text, self._at)
             if found is not None:
                 text = self._consume(found.start())
+                self.begins_line = self._line_begins
                 return text, self._consume(found.end())
             decided = len(self._text) - (0 if self.ended else self._undecided(markers))
             if decided > self._at:
@@ -194,6 +227,8 @@ class TextReader:
         self._at = end
         if self._marked is not None:
             self._marked.append(text)
+        if line := text.rstrip(" \t"):
+            self._line_begins = line.endswith("\n")
         return text
 
 

@@ -41,6 +41,14 @@ class ToolFormat:
     """Mistral's templates want ids of nine letters and digits."""
     reads_reasoning: bool = False
     """Whether `parse` finds the reasoning, too, so that it reads each text, with tools and without."""
+    wraps_content: bool = False
+    """Whether markers stand around the answer, too, so that `parse` reads each text, with tools and without."""
+
+    @property
+    def first_marker(self) -> str:
+        """The marker with which calls begin; "": they may begin without one."""
+        written = (self.opening + self.begin).lstrip()
+        return next((marker for marker in self.markers if marker and written.startswith(marker)), "")
 
     def call_id(self, request_id: str, index: int) -> str:
         """The id of a request's call. It is derived, so that a stream that is resumed repeats it."""

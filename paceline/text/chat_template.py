@@ -48,9 +48,9 @@ class ChatTemplate:
         return self._roles[role]
 
     def _shows(self, role: str) -> bool:
-        said = "what they say"
+        shown = "what they say"
         try:
-            return said in self.render([{"role": role, "content": said}, {"role": "user", "content": "."}])
+            return shown in self.render([{"role": role, "content": shown}, {"role": "user", "content": "."}])
         except ChatTemplateError:
             return False
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from paceline.api_keys import KeyFileError
 from paceline.launcher import StartError
 from paceline.parsing.output_format import AUTO, OutputFormat, choose_format
+from paceline.parsing.reasoning import REASONING_WORDS
 from paceline.state.record_store import RecordLimits
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
@@ -182,17 +183,24 @@ async def _open_models(
     for name, tokenizer in tokenizers.items():
         others = tokenizers.keys() - {name}
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
-        output_format = _output_format(settings, tokenizer)
+        output_format = _output_format(name, settings, tokenizer)
         models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars, output_format, tracing))
     return ModelDirectory(models, settings.aliases)
 
 
-def _output_format(settings: GatewaySettings, tokenizer: Tokenizer) -> OutputFormat:
+def _output_format(model: str, settings: GatewaySettings, tokenizer: Tokenizer) -> OutputFormat:
     source = None if tokenizer.chat_template is None else tokenizer.chat_template.source
     try:
-        return choose_format(settings.tool_call_parser, settings.reasoning_parser, source)
+        chosen = choose_format(settings.tool_call_parser, settings.reasoning_parser, source)
     except ValueError as error:
         raise StartError(f"--tool-call-parser, --reasoning-parser: {error}") from error
+    if chosen.reasoning is None and settings.reasoning_parser == AUTO and REASONING_WORDS.search(source or ""):
+        log.warning(
+            "%s: its chat template has reasoning with unknown markers, which stays in the content; "
+            "--reasoning-parser can name them, or none",
+            model,
+        )
+    return chosen
 
 
 def _load(models: ModelDirectory) -> dict[str, float]:

@@ -400,6 +400,17 @@ async def test_parsers_may_be_switched_off(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
+@pytest.mark.parametrize(("marker", "warned"), [("</think>", False), ("</musing>", True)])
+async def test_a_start_tells_of_reasoning_with_unknown_markers(
+    tmp_path: Path, marker: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tool_model(tmp_path, special=False)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text().replace("</think>", marker))
+    async with open_stack(text_script(TEXT, Tokenizer.load(folder)), folder=folder, context=2048):
+        assert ("reasoning with unknown markers" in caplog.text) == warned
+
+
 def grpc_request(**fields: Any) -> pb.GenerateRequest:
     schema = json.dumps(FUNCTION["parameters"])
     tool = pb.Tool(name="weather", description=FUNCTION["description"], parameters=schema, strict=True)

@@ -90,6 +90,20 @@ def test_a_tool_has_a_description_and_parameters(given: dict[str, Any]) -> None:
     assert shown == [{"type": "function", "function": {**defaults, **strict}}]
 
 
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"content": "a"}, "b"),
+        ({"tool_calls": [CALL]}, "b"),
+        ({"content": "a", "tool_calls": [CALL]}, "none"),  # gpt-oss's template raises an error for both
+    ],
+)
+def test_a_template_that_reads_thinking_gets_the_reasoning(fields: dict[str, Any], shown: str) -> None:
+    template = "{% for message in messages %}{{ message.thinking or 'none' }}{% endfor %}"
+    for name in ("reasoning", "reasoning_content"):
+        assert rendered(template, {"role": "assistant", name: "b", **fields}) == shown
+
+
 @pytest.mark.parametrize("content", [{}, {"content": None}])
 def test_arguments_become_objects_in_the_client_s_order(content: dict[str, Any]) -> None:
     template = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"

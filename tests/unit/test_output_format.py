@@ -39,6 +39,24 @@ V31 = r"""
 GPT_OSS = r"""
 {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
 {{- "<|start|>assistant to=functions." + tool_call.name + "<|channel|>commentary json<|message|>" }}"""
+GLM45 = """
+{{ '\\n<tool_call>' + tc.name }}
+{% for k, v in _args.items() %}
+<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v | tojson if v is not string else v }}</arg_value>
+{% endfor %}
+{{ '<think></think>' }}"""
+GLM47 = GLM45.replace("\n<", "<")
+HY3 = "{%- set s = ':opensource' %}{{- '<arg_key{0}>'.format(s) }}{{- '<think{0}></think{0}>'.format(s) }}"
+KIMI_K2 = """
+<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ args }}<|tool_call_end|>"""
+KIMI_K3 = """{{- '<|open|>think<|sep|>' + thought + '<|close|>think<|sep|>' }}"""
+DSML = """{%- set token = '｜DSML｜' -%}{{- '<' ~ token ~ 'function_calls>\\n' }}{{- '</think>' }}"""
+MINIMAX = """
+{%- set begin = '<minimax:tool_call>' %}{{- '<invoke name="' + name + '">' }}{{- '<think>\\n' }}{{- '</think>' }}"""
+GEMMA4 = """
+{{- '<|tool_call>call:' + function['name'] + '{' -}}{{- '<|"|>' + argument + '<|"|>' -}}
+{{- '<|channel>thought\\n<channel|>' -}}"""
 PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"""
 
 
@@ -57,6 +75,38 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         (R1, "deepseek_v3", "qwen3"),
         (V31, "deepseek_v31", "qwen3"),
         (GPT_OSS, "openai", "openai_gptoss"),
+        (GLM45, "glm45", "qwen3"),
+        (GLM47, "glm47", "qwen3"),
+        (GLM47 + "<tool_sep>", "hy_v3", "qwen3"),
+        (HY3, "hy_v3", "hy_v3"),
+        (HY3.replace("opensource", "6124c78e"), "hy_v4", "hy_v4"),
+        (KIMI_K2, "kimi_k2", None),
+        ("{{ '<|im_system|>tool_declare<|im_middle|>' -}}{{- tools | tojson -}}", "kimi_k2", None),
+        (KIMI_K3, "kimi_k3", "kimi_k3"),
+        (DSML, "deepseek_v32", "qwen3"),
+        (DSML.replace("function_calls", "tool_calls"), "deepseek_v4", "qwen3"),
+        (DSML.replace("function_calls", " calls"), "deepseek_v41", "qwen3"),
+        (MINIMAX, "minimax_m2", "qwen3"),
+        (GEMMA4, "gemma4", "gemma4"),
+        ("{{- '<TOOLCALL>[{\"name\": \"' + name }}{{ '<think></think>' }}", "nemotron_json", "qwen3"),
+        (r'within <tool_call></tool_call> XML tags: <tool_calls>[{"name": <name>, "arguments": <a>}', "apriel", None),
+        ("respond only with <|tool_call|> followed by a JSON list of tools used.", "granite", None),
+        ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json", None),
+        ("{{ '<|inner_prefix|>' }}{{ '<|tools_prefix|>[' }}", "apertus", "apertus"),
+        ("<|START_THINKING|>{{ plan }}<|END_THINKING|><|START_ACTION|>[", "cohere_command3", "cohere_command3"),
+        (CODER.replace("tool_call>", "seed:tool_call>") + "{%- set think = '<seed:think>' -%}", "seed_oss", "seed_oss"),
+        ("{{- '<|tool_call_start|>[' + calls | join(', ') + ']<|tool_call_end|>' -}}", "lfm2", None),
+        ("{{ '<function_calls>' + message['function_calls'] + '</function_calls>' }}", "olmo3", None),
+        ("{%- set sep = '<|role_sep|>\\n' -%}{{- role_message('function call') }}", "gigachat3", None),
+        (
+            "{{- ']<]minimax[>[' ~ '<invoke name=\"' }}{{- '<mm:think>' }}{{- '<tool_call>' }}",
+            "minimax_m3",
+            "minimax_m3",
+        ),
+        ("{{- '<|think|>' }}{{- '<|tool_call:begin|>' + id + '<|tool_call:name|>' }}", "solar_open", "solar_open"),
+        ("{{- '<|tool_call:start|>' + name }}{{- '<|tool_arg:start|>' }}", "solar_open2", None),
+        ("{{- '<function name=\"' + name + '\">' }}{{- '<param name=\"' }}", "minicpm5", None),
+        ("{{ '>>>all\\n' + message['content'] }}", "functionary_v3_2", None),
         (PLAIN, None, None),
         (None, None, None),
     ],
@@ -91,8 +141,8 @@ def test_the_template_tells_mistral_s_two_formats_apart(name: str, template: str
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("hermez", "none"), "tool_call_parser must be one of auto, none, deepseek_v3, .*pythonic, .*, not 'hermez'"),
-        (("none", "r1"), "reasoning_parser must be one of auto, none, deepseek_r1, .*, not 'r1'"),
+        (("hermez", "none"), "tool_call_parser must be one of auto, none, .*deepseek_v3, .*pythonic, .*, not 'hermez'"),
+        (("none", "r1"), "reasoning_parser must be one of auto, none, .*deepseek_r1, .*, not 'r1'"),
         (("openai", "none"), "are one format"),
         (("hermes", "openai_gptoss"), "are one format"),
     ],
@@ -121,6 +171,8 @@ def test_gpt_oss_s_format_is_chosen_by_either_name(names: tuple[str, str]) -> No
         ("deepseek_r1", "<｜User｜>Hi<｜Assistant｜><think>\n", True),
         ("deepseek_r1", "<｜User｜>Hi<｜Assistant｜></think>", False),
         ("mistral", "[INST]Hi[/INST]", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("gemma4", "<|turn>model\n", False),
         ("none", "<think>", False),
     ],
 )
@@ -133,6 +185,8 @@ def test_calls_are_looked_for_where_the_request_has_tools() -> None:
     chosen = choose_format("hermes", "none", None)
     assert chosen.parser({"f": {}}).feed(text, last=True) == [ToolCall(0, "f"), ToolArguments(0, "{}")]
     assert chosen.parser({}).feed(text, last=True) == [Content(text)]
+    kimi = choose_format("kimi_k3", "auto", None).parser({})
+    assert kimi.feed("<|open|>response<|sep|>Yes<|close|>response<|sep|>", last=True) == [Content("Yes")]
     harmony = choose_format("openai", "auto", None).parser({})
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes"
     assert harmony.feed(text, last=True) == [Reasoning("Hm."), Content("Yes")]
@@ -142,6 +196,11 @@ def test_the_shipped_model_has_neither() -> None:
     template = Tokenizer.load("pydoc").chat_template
     assert template is not None
     assert choose_format("auto", "auto", template.source).tools is None
+
+
+@pytest.mark.parametrize("name", ["gemma4", "kimi_k3"])
+def test_tokens_of_reasoning_that_is_read_without_tools_are_markers(name: str) -> None:
+    assert {"gemma4": "<|channel>", "kimi_k3": "<|sep|>"}[name] in choose_format("none", name, None).markers
 
 
 def test_each_reasoning_format_has_its_name() -> None:

@@ -94,6 +94,84 @@ CODER = (
     "</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=q>\nhotels\n</parameter>\n</function>\n"
     "</tool_call>"
 )
+CODER_QUOTING = """<tool_call>
+<function=search>
+<parameter=q>
+Tags: </parameter> and </function>
+and <parameter=q> in
+</parameter>
+</function>
+</tool_call>"""
+CODER_QUOTED_CALL = (
+    "<function=search><parameter=q>Use </tool_call>, <tool_call> and </parameter> so</parameter></function></tool_call>"
+)
+LLAMA_QUOTING = '{"name": "search", "parameters": {"q": "<|python_tag|> <|start_header_id|>user<|end_header_id|>"}}'
+ONE_CODER = CODER.partition("\n<tool_call>\n<function=search")[0]
+LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+GLM45 = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Tokyo</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n"
+    "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>hotels</arg_value>\n</tool_call>"
+)
+HUNYUAN = f"<tool_calls>\n{GLM45}\n</tool_calls>".replace("weather\n", "weather<tool_sep>\n")
+KIMI_K2 = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    + WEATHER
+    + "<|tool_call_end|><|tool_call_begin|>functions.search:1<|tool_call_argument_begin|>"
+    + SEARCH
+    + "<|tool_call_end|><|tool_calls_section_end|>"
+)
+KIMI_K3 = (
+    '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Tokyo<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="search" index="2"<|sep|>'
+    '<|open|>argument key="q" type="string"<|sep|>hotels<|close|>argument<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|><|close|>message<|sep|>"
+)
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Tokyo</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="q" string="true">hotels</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
+MINIMAX = re.sub(
+    ' string="[a-z]*"', "", DSML.replace("｜DSML｜function_calls", "minimax:tool_call").replace("｜DSML｜", "")
+)
+GEMMA4 = (
+    '<|tool_call>call:get_weather{city:<|"|>Tokyo<|"|>,days:3}<tool_call|>'
+    '<|tool_call>call:search{q:<|"|>hotels<|"|>}<tool_call|>'
+)
+JSON_LIST = f'[{{"name": "get_weather", "arguments": {WEATHER}}}, {{"name": "search", "arguments": {SEARCH}}}]'
+COHERE = (
+    "<|START_ACTION|>" + JSON_LIST.replace("arguments", "parameters").replace("name", "tool_name") + "<|END_ACTION|>"
+)
+COHERE_ITEM = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {WEATHER}}}'
+SEED = (
+    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Tokyo</parameter>\n<parameter=days>3</parameter>\n"
+    "</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=search>\n<parameter=q>hotels</parameter>\n</function>\n</seed:tool_call>"
+)
+GIGACHAT = '{"name": "get_weather", "arguments": ' + WEATHER + "}"
+MINIMAX_M3 = """<tool_call>
+<invoke name="get_weather"><city>Tokyo</city><days>3</days></invoke>
+<invoke name="search"><q>hotels</q></invoke>
+</tool_call>""".replace("<", "]<]minimax[>[<")
+SOLAR_OPEN = (
+    "<|begin|>assistant<|tool_calls|>"
+    f"<|tool_call:begin|>0<|tool_call:name|>get_weather<|tool_call:args|>{WEATHER}<|tool_call:end|>"
+    f"<|tool_call:begin|>1<|tool_call:name|>search<|tool_call:args|>{SEARCH}<|tool_call:end|>"
+)
+SOLAR_OPEN2 = (
+    "<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>Tokyo<|tool_arg:end|>\n"
+    "<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>\n"
+    "<|tool_call:start|>search\n<|tool_arg:start|>q<|tool_arg:value|>hotels<|tool_arg:end|>\n<|tool_call:end|>"
+)
+MINICPM5 = (
+    '<function name="get_weather"><param name="city">Tokyo</param><param name="days">3</param></function>\n'
+    '<function name="search"><param name="q"><![CDATA[hotels]]></param></function>'
+)
 OUTPUTS = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
@@ -105,11 +183,33 @@ OUTPUTS = {
     "llama4_pythonic": PYTHONIC,
     "qwen3_coder": CODER,
     "qwen3_xml": CODER,
+    "kimi_k2": KIMI_K2,
+    "deepseek_v32": DSML,
+    "deepseek_v4": DSML.replace("function_calls", "tool_calls"),
+    "deepseek_v41": DSML.replace("function_calls", "calls").replace("｜DSML｜", "｜DSML｜ "),
+    "minimax_m2": MINIMAX,
+    "minimax_m3": MINIMAX_M3,
+    "gemma4": GEMMA4,
+    "nemotron_json": f"<TOOLCALL>{JSON_LIST}</TOOLCALL>",
+    "apriel": f"<tool_calls>{JSON_LIST}</tool_calls>",
+    "granite": f"<|tool_call|>{JSON_LIST}",
+    "phi4_mini_json": f"functools{JSON_LIST}",
+    "apertus": f'<|tools_prefix|>[{{"get_weather": {WEATHER}}}, {{"search": {SEARCH}}}]<|tools_suffix|>',
+    "xlam": JSON_LIST,
+    "solar_open2": SOLAR_OPEN2,
+    "minicpm5": MINICPM5,
+    "seed_oss": SEED,
+    "lfm2": f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>",
+    "olmo3": f"<function_calls>{PYTHONIC[1:-1]}</function_calls>".replace(", search", "\nsearch"),
+    "glm45": GLM45,
+    "glm47": GLM45.replace("\n", ""),
+    "hy_v3": HUNYUAN.replace(">", ":opensource>"),
+    "hy_v4": HUNYUAN.replace(">", ":6124c78e>").replace("<tool_sep:6124c78e>", ""),
 }
 """Two calls, in each format but gpt-oss's, which has one a turn."""
 
 
-@pytest.mark.parametrize(("name", "output"), [*OUTPUTS.items(), ("mistral", MISTRAL_V11)])
+@pytest.mark.parametrize(("name", "output"), [*OUTPUTS.items(), ("mistral", MISTRAL_V11), ("glm45", HUNYUAN)])
 def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
     assert read(name, output) == BOTH
     assert read(name, f"Let me see.\n\n{output}\n") == [Content("Let me see."), *BOTH]
@@ -135,12 +235,59 @@ def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
         ("pythonic", "[get_weather(city='Tokyo', days=3)"),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].replace("</parameter>\n", "")),
         ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].removeprefix("<tool_call>")),
+        ("qwen3_coder", ONE_CODER.replace("</parameter>\n</function>", "")),
+        ("qwen3_coder", ONE_CODER.replace("\n</function>\n</tool_call>", "</function>")),
+        ("qwen3_coder", ONE_CODER.replace(">\n", ">").replace("\n<", "<")),
+        ("hermes", '{"name": "get_weather", "arguments": ' + WEATHER + "}"),
+        ("hermes", '```json\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n```"),
+        ("hermes", '```\n[{"name": "get_weather", "arguments": ' + WEATHER + "}]\n```"),
+        ("hermes", '{"name": "get_weather", "arguments": ' + WEATHER + "}\n</tool_call>"),
+        ("hermes", '<tool_call>\n```json\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n```\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": ' + WEATHER + "}}\n</tool_call>"),
+        ("llama3_json", '{"name": "get_weather", "parameters": ' + WEATHER + "}}"),
+        ("hermes", '<tool_call>[{"name": "get_weather", "arguments": ' + WEATHER + "}]</tool_call>"),
+        ("llama3_json", '[{"name": "get_weather", "parameters": ' + WEATHER + "}]"),
+        ("llama3_json", '```json\n{"name": "get_weather", "parameters": ' + WEATHER + "}\n```"),
+        ("llama3_json", '<|python_tag|>[{"name": "get_weather", "parameters": ' + WEATHER + "}];"),
+        ("llama3_json", LLAMA_HEADER + '{"name": "get_weather", "parameters": ' + WEATHER + "}"),
+        ("nemotron_json", '<TOOLCALL> [ {"name" : "get_weather", "arguments":' + WEATHER + "} ] </TOOLCALL>"),
+        ("granite", '<tool_call> {"name": "get_weather", "arguments": ' + WEATHER + "}"),
+        ("apriel", '<tool_calls>[{"name": "get_weather", "arguments": ' + WEATHER + ', "id": "1"}]</tool_calls>'),
+        ("phi4_mini_json", '<|tool_call|>{"name": "get_weather", "arguments": ' + WEATHER + "}<|/tool_call|>"),
+        ("apertus", '<|tools_prefix|>{ "get_weather" : ' + WEATHER + " }<|tools_suffix|>"),
+        ("seed_oss", SEED.partition("\n<seed:tool_call>\n<function=search")[0].removeprefix("<seed:tool_call>")),
+        ("seed_oss", SEED.partition("\n<seed:tool_call>\n<function=search")[0].replace("3</parameter>\n", "3")),
+        ("lfm2", '<|tool_call_start|>[{"name": "get_weather", "arguments": ' + WEATHER + "}]<|tool_call_end|>"),
+        ("lfm2", '<|tool_call_start|>{"name": "get_weather", "arguments": ' + WEATHER + "}<|tool_call_end|>"),
+        ("olmo3", "<function_calls>\nget_weather(city='Tokyo', days=3),\n</function_calls>"),
+        ("gigachat3", "<|function_call|>" + GIGACHAT),
+        ("gigachat3", "<|message_sep|>\n\nfunction call<|role_sep|>\n" + GIGACHAT + "<|message_sep|>\n\n"),
+        ("cohere_command3", f"<|START_ACTION|>[{COHERE_ITEM}]<|END_ACTION|>"),
+        ("deepseek_v32", DSML.partition('\n<｜DSML｜invoke name="search')[0].partition("calls>\n")[2]),
+        ("minimax_m2", MINIMAX.partition('\n<invoke name="search')[0].replace("3</parameter>\n", "3")),
+        ("minimax_m2", MINIMAX.partition('\n<invoke name="search')[0].partition("call>\n")[2]),
+        ("minimax_m2", f'<minimax:tool_call><invoke name="get_weather"> {WEATHER}</invoke></minimax:tool_call>'),
+        ("kimi_k2", "<|tool_call_begin|> get_weather <|tool_call_argument_begin|> " + WEATHER + " <|tool_call_end|>"),
+        ("kimi_k2", f"<|tool_calls_section_begin|><|tool_calls_section_end|>{KIMI_K2[:147]}"),
+        ("glm45", GLM45.partition("\n<tool_call>search")[0].replace("3</arg_value>\n", "3")),
+        ("glm45", GLM45.partition("\n<tool_call>search")[0].replace("weather\n", "weather").replace("\n</", " </")),
+        ("glm47", f"<tool_call>get_weather{WEATHER}</tool_call>"),
     ],
 )
 def test_one_call_in_other_spellings(name: str, text: str) -> None:
     assert read(name, text) == CALLED
 
 
+DSML_ARGUMENT = (
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="{}">{}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>"
+)
+GEMMA_NESTED = '{"a b": {"c": [[], {}, [1, ",}"]]}, "d": true}'
+GEMMA_QUOTES = '{"a": "b,\\"}", "c": "\\"<|\\"|>:"}'
+GEMMA_MARKERS = '{"a": "<|tool_call>call:f{}<tool_call|>"}'
+SPACES = "search", '{"q": " a\\n\\\\ "}'
+TAGGED = "<arg_key></arg_value> </arg_key></tool_call> <tool_cal"
+IN_TAGS = "search", f'{{"q": "{TAGGED}"}}'
 DEEP = "[" * 5_000 + "]" * 5_000
 """Deeper than Python's parsers of JSON and of Python go."""
 DEEP_TEXT = '"{\\"a\\": ' + DEEP + '}"'
@@ -164,10 +311,100 @@ DEEP_TEXT = '"{\\"a\\": ' + DEEP + '}"'
         ("qwen3_coder", "<tool_call><function=f></function></tool_call>", "f", "{}"),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>\n\n x\n\n</parameter>", "f", '{"a": "\\n x\\n"'),
         ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>thr", "get_weather", '{"days": thr'),
+        ("gemma4", "<|tool_call>call:f{}<tool_call|>", "f", "{}"),
+        ("gemma4", '<|tool_call> call:f {a b:{c:[[],{},[1, <|"|>,}<|"|>]]}, d :true}', "f", GEMMA_NESTED),
+        ("gemma4", "<|tool_call>call:f{a:x y,b:-1.5e3,c:null}", "f", '{"a": "x y", "b": -1.5e3, "c": null}'),
+        ("gemma4", '<|tool_call>call:f{"a":"b,\\"}",<|"|>c<|"|>:<|"|>"<|"|>:<|"|>}', "f", GEMMA_QUOTES),
+        ("gemma4", '<|tool_call>call:f{a:<|"|><|tool_call>call:f{}<tool_call|><|"|>}', "f", GEMMA_MARKERS),
+        ("gemma4", '<|tool_call>call:f{a:[1,<|"|>b', "f", '{"a": [1, "b'),
+        ("gemma4", "<|tool_call>call:f{a:[1,tr", "f", '{"a": [1, tr'),
+        ("gemma4", "<|tool_call>call:f{a:[1,],b", "f", '{"a": [1], "b'),
+        ("gemma4", "<|tool_call>call:f{a:[1<tool_call|>", "f", '{"a": [1'),
+        ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f"/>\n</｜DSML｜tool_calls>', "f", "{}"),
+        ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>', "f", "{}"),
+        ("deepseek_v4", DSML_ARGUMENT.format("false", "[1, null]"), "f", '{"a": [1, null]}'),
+        ("deepseek_v4", DSML_ARGUMENT.format("false", "x"), "f", '{"a": "x"}'),
+        ("deepseek_v4", DSML_ARGUMENT.format("true", " 1\n"), "f", '{"a": " 1\\n"}'),
+        ("deepseek_v4", DSML_ARGUMENT.format("true", "</｜DSML｜parameter>"), "f", '{"a": "</｜DSML｜parameter>"}'),
+        ("deepseek_v4", DSML_ARGUMENT.format("fal", "").partition("fal")[0], "f", '{"a": '),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1', "f", '{"a": "1'),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a', "f", '{"a": "'),
+        ("glm45", "<tool_call>search\n</tool_call>", "search", "{}"),
+        ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_value> a\n\\ </arg_value></tool_call>", *SPACES),
+        ("glm47", f"<tool_call>search<arg_key>q</arg_key><arg_value>{TAGGED}</arg_value></tool_call>", *IN_TAGS),
+        ("glm47", "<tool_call>get_weather<arg_key>days</arg_key><arg_value>thr", "get_weather", '{"days": thr'),
+        ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_value>a</arg_value><arg_k", "search", '{"q": "a"'),
+        ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_value>a</arg_value><arg_key>", "search", '{"q": "a"'),
+        ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_v", "search", '{"q": "'),
+        ("glm47", "<tool_call>search<arg_key>q", "search", '{"q'),
     ],
 )
 def test_arguments(name: str, text: str, called: str, arguments: str) -> None:
     assert read(name, text) == one(called, arguments)
+
+
+BLOCK = HERMES.replace("\n</tool_call>\n<tool_call>", "")
+WITHOUT_ENDS = CODER.replace("\n</parameter>\n</function>\n</tool_call>\n<tool_call>", "\n<tool_call>")
+BARE = BLOCK.replace("<tool_call>\n", "").replace("\n</tool_call>", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", BLOCK),
+        ("hermes", BLOCK.replace("}}\n{", "}},\n{")),
+        ("hermes", BARE),
+        ("hermes", f"```json\n{BARE}\n```"),
+        ("hermes", "[" + BARE.replace("}}\n{", "}}, {").replace("}\n{", "}, {") + "]"),
+        ("llama3_json", "[" + LLAMA.replace("; ", ", ") + "]"),
+        ("llama3_json", LLAMA.replace("; ", ", ")),
+        ("llama3_json", LLAMA.replace("; ", "\n\n")),
+        ("llama3_json", "<|python_tag|>" + LLAMA),
+        ("qwen3_coder", WITHOUT_ENDS),
+        ("qwen3_coder", CODER.replace("\n</tool_call>\n<tool_call>", "")),
+    ],
+)
+def test_two_calls_in_other_spellings(name: str, text: str) -> None:
+    assert read(name, text) == BOTH
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "called", "arguments"),
+    [
+        ("pythonic", "[search(q=true, r=[null, {'a': false}])]", "search", '{"q": true, "r": [null, {"a": false}]}'),
+        ("pythonic", "[search(q='a\nb', r=\"true\r\n=\")]", "search", '{"q": "a\\nb", "r": "true\\r\\n="}'),
+        ("pythonic", "[search(from='a=b', class = 1, _in=2)]", "search", '{"from": "a=b", "class": 1, "_in": 2}'),
+        ("qwen3_coder", CODER_QUOTING, "search", '{"q": "Tags: </parameter> and </function>\\nand <parameter=q> in"}'),
+        ("qwen3_coder", CODER_QUOTED_CALL, "search", '{"q": "Use </tool_call>, <tool_call> and </parameter> so"}'),
+        ("llama3_json", LLAMA_QUOTING, "search", '{"q": "<|python_tag|> <|start_header_id|>user<|end_header_id|>"}'),
+    ],
+)
+def test_arguments_that_models_write_carelessly(name: str, text: str, called: str, arguments: str) -> None:
+    assert read(name, text) == one(called, arguments)
+
+
+@pytest.mark.parametrize("text", [", and so on", "\n]", "; {", ", {a"])
+def test_text_behind_an_object_is_content(text: str) -> None:
+    call = '{"name": "get_weather", "parameters": ' + WEATHER + "}"
+    assert read("llama3_json", call + text) == [*CALLED, Content(text.lstrip())]
+
+
+def test_text_between_parameters_is_content_behind_the_call() -> None:
+    """Clients of some APIs get a call as one block."""
+    text = ONE_CODER.replace("</parameter>\n<parameter=days>", "</parameter>\nNow the days:\n<parameter=days>")
+    assert read("qwen3_coder", text) == [*CALLED, Content("Now the days:")]
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        ("[search(q=q), search(q='a')]", [Content("[search(q=q)"), *one("search", '{"q": "a"}')]),
+        ("[search(q='a'), search(q=q)]", [*one("search", '{"q": "a"}'), Content("search(q=q)]")]),
+        ("[search(q=q), f(q='a')]", shown("[search(q=q), f(q='a')]")),
+    ],
+)
+def test_a_bad_call_beside_a_good_one(text: str, events: list[Event]) -> None:
+    assert read("pythonic", text) == events
 
 
 def test_a_call_behind_what_only_looks_like_one() -> None:
@@ -198,12 +435,114 @@ TWICE = [Reasoning("a\nb"), Content("c")]
         ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [Reasoning("1 + 1")]),
         ("<|channel|>analysis<|message|>a", [Reasoning("a")]),
         ("<|start|>assistant<|message|>a<|start|>assistant<|channel|>final<|message|>b", [Content("a\nb")]),
+        (" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>" + WEATHER, CALLED),
+        (" to=functions.get_weather<|channel|>analysis<|message|>" + WEATHER + "<|call|>", CALLED),
+        (f"<|channel|>commentary to=assistant{ANALYSIS}a<|end|>{FINAL}b", [Reasoning("a"), Content("b")]),
+        ("<|start|>functions.f to=assistant<|channel|>commentary<|message|>a<|end|>", [Reasoning("a")]),
+        ("<|channel|>final to=assistant<|message|>b", [Content("b")]),
+        (f"{ANALYSIS}No <|call|> or <|channel|>final yet<|end|>", [Reasoning("No <|call|> or <|channel|>final yet")]),
+        (" to=functions.get_weather or not", shown(" to=functions.get_weather or not")),
         ("What <|channel|> means", shown("What <|channel|> means")),
         ("<|channel|>fin", shown("<|channel|>fin")),
     ],
 )
 def test_harmony(text: str, events: list[Event]) -> None:
     assert read("openai", text, reasoning="openai_gptoss") == events
+
+
+RESPONSE, RESPONSE_END = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"Hm.<|close|>think<|sep|>{RESPONSE}{RESPONSE_END}{KIMI_K3}", [Reasoning("Hm."), *BOTH]),
+        (f"<|close|>think<|sep|>{RESPONSE}One moment.{RESPONSE_END}{KIMI_K3}", [Content("One moment."), *BOTH]),
+        (f"Hm.<|close|>think<|sep|>{RESPONSE}Yes{RESPONSE_END}<|close|>message", [Reasoning("Hm."), Content("Yes")]),
+        ("<|close|>think<|sep|>The <|open|> and <|close|>x<|sep|>", [Content("The <|open|> and <|close|>x<|sep|>")]),
+        ("<|close|>think<|sep|>" + KIMI_K3.replace("Tokyo", "a<|close|>argument<|sep|> b")[:180],
+         one("get_weather", '{"city": "a<|close|>argument<|sep|> b"')),
+        ('<|close|>think<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="a&amp;b" type="null"<|sep|>null'
+         "<|close|>argument<|sep|><|close|>call<|sep|>", one("f", '{"a&b": null}')),
+        (
+            '<|close|>think<|sep|><|open|>call tool="f"<|sep|><|open|>json type="object"<|sep|>{"a": [1]}'
+            "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+            one("f", '{"a": [1]}'),
+        ),
+    ],
+)  # fmt: skip
+def test_kimi_k3(text: str, events: list[Event]) -> None:
+    assert read("kimi_k3", text, reasoning="kimi_k3", inside=True) == events
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        ("<|START_THINKING|>Hm.<|END_THINKING|>" + COHERE, [Reasoning("Hm."), *BOTH]),
+        ("<|START_RESPONSE|>Yes <co>a</co: 0:[1]>.<|END_RESPONSE|>", [Content("Yes <co>a</co: 0:[1]>.")]),
+        ("<|START_TEXT|>Yes<|END_TEXT|>", [Content("Yes")]),
+    ],
+)
+def test_cohere(text: str, events: list[Event]) -> None:
+    assert read("cohere_command3", text, reasoning="cohere_command3") == events
+
+
+NESTED = '{"to": {"zip": "01", "floor": 2}, "note": " a\\n"}'
+ORDER = {
+    "type": "object",
+    "properties": {
+        "items": {"anyOf": [{"type": "array", "items": {"$ref": "#/x"}}, {"type": "null"}]},
+        "ids": {"type": "array", "items": {"type": "integer"}},
+        "to": {"type": "object", "properties": {"zip": {"type": "string"}, "floor": {"type": "integer"}}},
+        "note": {"type": "string"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<ids>\n<item>1</item>\n<item>2</item>\n</ids></invoke>", '{"ids": [1, 2]}'),
+        ("<to><zip>01</zip><floor>2</floor></to><note> a\n</note></invoke>", NESTED),
+        ("<items><item><sku>b</sku></item></items></invoke>", '{"items": [{"sku": "b"}]}'),
+        ("<ids></ids><to></to><note></note></invoke>", '{"ids": [], "to": {}, "note": ""}'),
+        ("<new><item>1</item></new></invoke>", '{"new": ["1"]}'),
+        ("</invoke>", "{}"),
+        ("<to><zip>0", '{"to": {"zip": "0'),
+        ("<ids><item>1</item><item", '{"ids": [1, '),
+    ],
+)
+def test_minimax_m3_nests_arguments(text: str, arguments: str) -> None:
+    output = f'<tool_call>\n<invoke name="order">{text}'.replace("<", "]<]minimax[>[<")
+    for parts in ([output], list(output)):
+        parser = OutputParser(None, TOOL_FORMATS["minimax_m3"], tools={"order": ORDER})
+        assert fed(parser, parts) == one("order", arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"<|think|>Hm.<|end|>{SOLAR_OPEN}", [Reasoning("Hm."), *BOTH]),
+        ("<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes<|end|>", [Reasoning("Hm."), Content("Yes")]),
+        (f"<|content|>One moment.<|end|>{SOLAR_OPEN}", [Content("One moment."), *BOTH]),
+        ("<|content|>Yes<|end|><|begin|>assi", [Content("Yes")]),
+    ],
+)
+def test_solar_open(text: str, events: list[Event]) -> None:
+    assert read("solar_open", text, reasoning="solar_open") == events
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"get_weather\n{WEATHER}>>>search\n{SEARCH}", BOTH),
+        (f"all\nOne moment.\n>>>get_weather\n{WEATHER}\n>>>search\n{SEARCH}", [Content("One moment."), *BOTH]),
+        (">>>all\nYes >>> no", [Content("Yes >>> no")]),
+        ("all", [Content("all")]),
+    ],
+)
+def test_functionary(text: str, events: list[Event]) -> None:
+    assert read("functionary_v3_2", text) == events
 
 
 def test_harmony_without_tools_has_no_calls() -> None:
@@ -219,10 +558,18 @@ def test_harmony_without_tools_has_no_calls() -> None:
         ("qwen3", "Hm.</think>Yes", True, [Reasoning("Hm."), Content("Yes")]),
         ("qwen3", "<think>Hm.</think>Yes", True, [Reasoning("Hm."), Content("Yes")]),
         ("qwen3", "<think>Hm.</think>\n\n" + HERMES, False, [Reasoning("Hm."), *BOTH]),
+        ("qwen3", "</think>\n\nYes", False, [Content("Yes")]),
+        ("qwen3", "</think>\n\nYes", True, [Content("Yes")]),
+        ("qwen3", "<think>Hm.\n" + HERMES, False, [Reasoning("Hm."), *BOTH]),
+        ("qwen3", "Hm.\n" + HERMES + "\n</think>\n\nYes", True, [Reasoning("Hm."), *BOTH, Content("Yes")]),
+        ("qwen3", "<think>A <tool_call> or\n<tool_call> so", False, [Reasoning("A <tool_call> or\n<tool_call> so")]),
+        ("qwen3", "<think>Say " + HERMES[:80], False, [Reasoning("Say " + HERMES[:80])]),
         ("qwen3", "<think>Hm.</thi", False, [Reasoning("Hm.</thi")]),
         ("qwen3", "<think>\n\n</think>\n\n", False, []),
         ("qwen3", " \n<thin", False, shown(" \n<thin")),
         ("qwen3", " Why <think>?", False, shown(" Why <think>?")),
+        ("apertus", "<|inner_prefix|>Hm.<|inner_suffix|>Yes", False, [Reasoning("Hm."), Content("Yes")]),
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>Yes", False, [Reasoning("Hm."), Content("Yes")]),
         ("mistral", "[THINK]Hm.[/THINK]Yes", False, [Reasoning("Hm."), Content("Yes")]),
         ("openai_gptoss", f"a\nb<|end|><|start|>assistant{FINAL}c", True, TWICE),
     ],
@@ -259,6 +606,29 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("pythonic", "[search(q='\\ud800')]"),
         ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city>"),
         ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+        ("xlam", '[{"name": "f", "arguments": {}}], [{"city": 1}], [1]  {2 }, [see (a)]'),
+        ("nemotron_json", "<TOOLCALL>[]</TOOLCALL>"),
+        ("nemotron_json", "<TOOLCALL>[1] </TOOLCALL>"),
+        ("phi4_mini_json", "functools, functools[0]"),
+        ("apertus", '<|tools_prefix|>[{"search": 1}]'),
+        ("lfm2", "<|tool_call_start|>[search (q=1)]"),
+        ("olmo3", "<function_calls>the calls</function_calls>"),
+        ("seed_oss", "<function=f><parameter=q>1</parameter></function>"),
+        ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="search">q'),
+        ("minicpm5", '<function name="f"><param name="a">1</param></function>'),
+        ("functionary_v3_2", "f\n{} >>> search"),
+        ("functionary_v3_2", "all >>>f\n{}"),
+        ("solar_open", "<|tool_call:begin|>0<|tool_call:name|>search<|tool_call:args|>"),
+        ("gemma4", "<|tool_call>call:search"),
+        ("gemma4", "<|tool_call>call:search of it<tool_call|> {}"),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="'),
+        ("minimax_m2", '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>'),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f">1'),
+        ("kimi_k2", "<|tool_calls_section_begin|> x <|tool_call_begin|>search:0<|tool_call_end|>"),
+        ("kimi_k2", "<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>"),
+        ("glm45", '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'),
+        ("glm45", "<tool_call>search\n<arg_k"),
+        ("glm45", "<tool_call> or </tool_call>"),
     ],
 )
 def test_text_that_only_looks_like_a_call_is_content(name: str, text: str) -> None:
@@ -269,6 +639,8 @@ def test_text_that_only_looks_like_a_call_is_content(name: str, text: str) -> No
     ("name", "parts", "events"),
     [
         ("hermes", ["Hello wor", "ld < "], ["Hello wor", "ld <"]),
+        ("hermes", ["a\n{", '"b": 1}'], ["a", '\n{"b": 1}']),
+        ("openai", [" Hel", "lo"], [" Hel", "lo"]),
         ("hermes", ["a\n", "<tool", "s>"], ["a", "", "\n<tools>"]),
         ("llama3_json", ['{"city": "', "To"], ['{"city": "', "To"]),
         ("pythonic", ["[link", "](ht"], ["", "[link](ht"]),
@@ -356,7 +728,21 @@ def test_what_a_grammar_writes_is_read(tool_format: ToolFormat) -> None:
         ({"type": "string"}, "42", '"42"'),
         ({"type": "string"}, "null", '"null"'),
         ({"type": ["string", "null"]}, "null", "null"),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "42", '"42"'),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "42", "42"),
+        ({"type": ["string", "object"]}, '{"a": 1}', '{"a": 1}'),
+        ({"type": ["string", "integer"]}, "042", '"042"'),
+        ({"type": "integer"}, "5.0", "5"),
+        ({"type": "integer"}, "5.5", '"5.5"'),
+        ({"type": "integer"}, "1e999", '"1e999"'),
+        ({"type": "number"}, "5.0", "5.0"),
+        ({"type": "boolean"}, "TRUE", "true"),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": "string"}, "TRUE", '"TRUE"'),
+        ({"enum": [1, 2]}, "2", "2"),
+        ({"enum": ["1", "2"]}, "2", '"2"'),
+        ({"const": True}, "true", "true"),
+        ({"anyOf": [{"properties": {}}, {"type": "null"}]}, '{"a": 1}', '{"a": 1}'),
+        ({"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}, "[1]", "[1]"),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "42", "42"),
         ({"oneOf": [{"type": "array"}]}, "[1]", "[1]"),
         ({"$ref": "#/$defs/x"}, '{"a": 1}', '{"a": 1}'),
@@ -372,11 +758,21 @@ def test_qwen3_coder_s_values_have_the_types_of_the_schema(schema: object, text:
         assert fed(parser, parts) == one("f", f'{{"a": {value}}}')
 
 
+CARELESS = (
+    *(BARE, f"```json\n{BARE}\n```", WITHOUT_ENDS, CODER_QUOTING, CODER_QUOTED_CALL, LLAMA_HEADER),
+    *(
+        "<think>\n" + HERMES + "\n</think>",
+        "[search(q=q), search(from='a\nb', q=true)]",
+        *(" to=functions.search" + HARMONY, "<think>Hm.</think>"),
+    ),
+)
+"""Calls as models write them against their format."""
+OTHERS = (MISTRAL_V11, HARMONY, KIMI_K3, COHERE, SOLAR_OPEN)
 SPLICED = st.builds(
     lambda pieces: "".join(text[start : start + size] for text, start, size in pieces),
     st.lists(
         st.tuples(
-            st.sampled_from([*OUTPUTS.values(), MISTRAL_V11, HARMONY, "<think>Hm.</think>", "a [b] {c}\n\n"]),
+            st.sampled_from([*OUTPUTS.values(), *OTHERS, *CARELESS, "<think>Hm.</think>", "a [b] {c}\n\n"]),
             st.integers(0, 90),
             st.integers(1, 150),
         ),
@@ -402,12 +798,20 @@ def test_no_cut_into_parts_changes_the_events(
     parts = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     whole = joined(OutputParser(*chosen, tools=TOOLS, inside=inside).feed(text, last=True))
     assert fed(OutputParser(*chosen, tools=TOOLS, inside=inside), parts) == whole
-    if name != "openai" and reasoning == "none" and not any(isinstance(event, ToolCall) for event in whole):
+    drops_markers = TOOL_FORMATS[name].reads_reasoning or TOOL_FORMATS[name].wraps_content
+    if not drops_markers and reasoning == "none" and not any(isinstance(event, ToolCall) for event in whole):
         assert whole == (shown(text) if text else [])
 
 
+MARKERS = {
+    *(marker for tool_format in DETECTED for marker in tool_format.markers),
+    *(marker for form in REASONING_FORMATS.values() for marker in (form.begin, form.end)),
+}
+PLAIN = st.text().filter(lambda text: not any(marker in text for marker in MARKERS - {""}))
+
+
 @settings(deadline=None)
-@given(text=st.text(), name=st.sampled_from(sorted(TOOL_FORMATS)), reasoning=st.sampled_from(sorted(REASONING_FORMATS)))
+@given(text=PLAIN, name=st.sampled_from(sorted(TOOL_FORMATS)), reasoning=st.sampled_from(sorted(REASONING_FORMATS)))
 def test_text_without_markers_is_content_as_it_is(text: str, name: str, reasoning: str) -> None:
     assert read(name, text, reasoning=reasoning) == (shown(text) if text else [])
 
@@ -426,6 +830,8 @@ def test_each_word_of_a_text_is_in_one_event(data: st.DataObject, name: str) -> 
 
 
 LONG = "b" * 100_000
+QUOTED = "</parameter> b " * 7_000
+NO_END = "</arg_value> . "
 
 
 @pytest.mark.parametrize(
@@ -436,16 +842,27 @@ LONG = "b" * 100_000
         ("hermes", "<tool_call>" * 10_000, shown("<tool_call>" * 10_000)),
         ("hermes", '<tool_call>{"a": [' * 6_000, shown('<tool_call>{"a": [' * 6_000)),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + LONG, one("f", '{"a": "' + LONG)),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>' + LONG, one("f", '{"a": "' + LONG)),
+        ("gemma4", "<|tool_call>call:f{a:" + "[" * 50_000, one("f", '{"a": ' + "[" * 50_000)),
+        ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>" + LONG, one("f", '{"a": "' + LONG)),
+        ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>" + NO_END * 6_000, one("f", '{"a": "' + NO_END * 6_000)),
         ("hermes", '<tool_call>{"arguments": {"a": "' + LONG + '"}, "name": "f"}', one("f", '{"a": "' + LONG + '"}')),
+        ("hermes", "\n[" * 50_000, shown("\n[" * 50_000)),
         ("llama3_json", '{"id": {' * 12_000, shown('{"id": {' * 12_000)),
         ("pythonic", "[search(" * 12_000, shown("[search(" * 12_000)),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "b\n" * 50_000, one("f", '{"a": "' + "b\\n" * 50_000)),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>" + QUOTED, one("f", '{"a": "' + QUOTED)),
     ],
-    ids=["text", "space", "markers", "objects", "arguments", "held", "bare", "list", "value"],
 )
 def test_long_outputs(name: str, text: str, events: list[Event]) -> None:
     """100,000 characters, one by one: what is quadratic takes minutes here."""
     assert read(name, text) == events
+
+
+@pytest.mark.parametrize("mention", ["\n<tool_call>", "\n<tool_call>{", " <tool_call> a"])
+def test_long_reasoning_with_mentions_of_calls(mention: str) -> None:
+    thought = "Hm." + mention * 8_000
+    assert read("hermes", f"<think>{thought}</think>", reasoning="qwen3") == [Reasoning(thought)]
 
 
 def test_ids_are_derived() -> None:

@@ -86,7 +86,7 @@ def check_calls(text: str, tool_format: ToolFormat, kinds: Mapping[str, Any]) ->
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(kinds=TOOLS, seed=st.integers(0, 999), parallel=st.booleans())
 def test_the_parser_of_a_format_reads_what_the_grammar_forces(
     name: str, kinds: dict[str, Any], seed: int, parallel: bool

@@ -16,7 +16,8 @@ from paceline.parsing.text_reader import NAME, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+CALL = "<|call|>"
+ENDS = ("<|end|>", CALL, "<|return|>")
 FUNCTIONS = "functions."
 
 
@@ -24,6 +25,11 @@ FUNCTIONS = "functions."
 class _Header:
     channel: str
     recipient: str
+
+    @property
+    def answers(self) -> bool:
+        """Whether the message is for the user. `final` is, whatever recipient the model writes."""
+        return self.channel == "final" or not (self.recipient or self.channel == "analysis")
 
     def called(self, tools: Tools) -> str:
         """The name of the tool that the message calls; "": none."""
@@ -36,7 +42,25 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     index = 0
     event: Callable[[str], Event] = Content
     seen: set[Callable[[str], Event]] = set()
-    while marker := (yield from reader.until((START, CHANNEL, *ENDS), event)):
+    header = yield from _first_header(reader)
+    while True:
+        if header is not None and (name := header.called(tools)):
+            yield ToolCall(index, name)
+            yield from call_arguments(reader, index)
+            event = partial(ToolArguments, index)  # for what is no JSON
+            index += 1
+        elif header is not None:
+            event = Content if header.answers else Reasoning
+            if event in seen:
+                yield event("\n")
+            seen.add(event)
+        marker = yield from reader.until((START, CHANNEL, *ENDS), event)
+        if not marker:
+            return
+        header = None
+        if marker == CALL and not (yield from _ends_call(reader, event)):
+            yield event(reader.since_mark())
+            continue
         if event is Reasoning:
             yield Reasoning("")
         if marker in ENDS:
@@ -44,28 +68,42 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
             yield from reader.space()
         elif (header := (yield from _header(reader, marker))) is None:
             yield event(reader.since_mark())
-        elif name := header.called(tools):
-            yield ToolCall(index, name)
-            yield from call_arguments(reader, index)
-            event = partial(ToolArguments, index)  # for what is no JSON
-            index += 1
-        else:
-            event = Reasoning if header.recipient or header.channel == "analysis" else Content
-            if event in seen:
-                yield event("\n")
-            seen.add(event)
+
+
+def _ends_call(reader: TextReader, event: Callable[[str], Event]) -> Steps[bool]:
+    """Whether the marker of a call's end is one: in a text, something else than a text comes behind it."""
+    if event not in (Content, Reasoning):
+        return True
+    yield from reader.space()
+    return (yield from reader.peek()) in ("", "<")
+
+
+def _first_header(reader: TextReader) -> Steps[_Header | None]:
+    """The rest of a header that begins in the prompt, with `<|start|>assistant`; it names a recipient."""
+    reader.mark()
+    header = yield from _header(reader, "")
+    if header is None:
+        reader.reset()
+    return header
 
 
 def _header(reader: TextReader, marker: str) -> Steps[_Header | None]:
-    """What is between this marker and the message; None: it is no header."""
+    """What is between this marker and the message; None: it is no header. Of two channels the last one counts.
+
+    Without a marker, a header begins with its recipient.
+    """
     channel = recipient = ""
     if marker == START:
         yield from reader.run(NAME)  # the role
+    if marker != CHANNEL:
         recipient = yield from _recipient(reader)
+        if not marker and not recipient:
+            return None
         marker = yield from reader.accept(CHANNEL)
-    if marker == CHANNEL:
+    while marker == CHANNEL:
         channel = yield from reader.run(NAME)
         recipient = (yield from _recipient(reader)) or recipient
+        marker = yield from reader.accept(CHANNEL)
     yield from reader.skip(CONSTRAIN)
     yield from reader.run(NAME)  # the type of the message: json
     return _Header(channel, recipient) if (yield from reader.skip(MESSAGE)) else None

@@ -1,4 +1,4 @@
-"""Llama 3 and 4: `{"name": "f", "parameters": {...}}`, several separated by ";".
+"""Llama 3 and 4: `{"name": "f", "parameters": {...}}`, several separated by ";" or in a list.
 
 Behind `<|python_tag|>` such an object is a call. A bare one may as well be the answer: it is a call only if a tool has
 its name. https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/prompt_format.md
@@ -6,32 +6,48 @@ its name. https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.parsing.events import Content
-from paceline.parsing.json_text import call_fields, call_object
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.object_calls import BARE, announced_calls, bare_calls
+from paceline.parsing.text_reader import NAME, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 TAG, BEGIN, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
+HEADERS: Mapping[str, str] = {"<|start_header_id|>": "<|end_header_id|>", "<|header_start|>": "<|header_end|>"}
+"""What a turn begins with, and the end of that. Behind it models begin their answer once more."""
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     index = 0
-    while marker := (yield from reader.until((TAG, BEGIN, "{"), Content)):
-        bare = marker == "{"
-        if (yield from call_fields(reader, index, names=tools) if bare else call_object(reader, index)):
-            index += 1
+    while marker := (yield from reader.until((TAG, BEGIN, *HEADERS, *BARE), Content)):
+        first = index
+        if marker in HEADERS:
+            yield from _header(reader, HEADERS[marker])
+        elif marker in BARE:
+            index = yield from bare_calls(reader, index, marker, tools)
+        else:
+            index = yield from announced_calls(reader, index)
+        if index > first:
             yield from reader.skip_closing(END)
             yield from reader.skip(";")
-        else:
-            yield Content(reader.since_mark())
+
+
+def _header(reader: TextReader, end: str) -> Steps[None]:
+    """A header that begins a line is no content; another one is a word about it."""
+    begins_line = reader.begins_line
+    yield from reader.run(NAME)
+    if begins_line and (yield from reader.accept(end)):
+        yield from reader.space()
+    else:
+        yield Content(reader.since_mark())
 
 
 LLAMA3_JSON = ToolFormat(
     "llama3_json",
     parse,
-    markers=(TAG,),
+    markers=(TAG, "<|start_header_id|>", "<|end_header_id|>"),
     template_signs=("<|start_header_id|>", '"parameters"'),
     begin='{"name": "',
     middle='", "parameters": ',
@@ -39,5 +55,8 @@ LLAMA3_JSON = ToolFormat(
     separator="; ",
 )
 LLAMA4_JSON = replace(
-    LLAMA3_JSON, name="llama4_json", markers=(BEGIN, END), template_signs=("<|header_start|>", '"parameters"')
+    LLAMA3_JSON,
+    name="llama4_json",
+    markers=(BEGIN, END, "<|header_start|>", "<|header_end|>"),
+    template_signs=("<|header_start|>", '"parameters"'),
 )

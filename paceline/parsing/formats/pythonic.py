@@ -25,12 +25,15 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         if marker == BEGIN:
             yield from reader.skip("[")
         names = tools if marker == "[" else None
-        index = yield from call_list(reader, index, partial(_call, reader, names))
+        index = yield from call_list(reader, index, partial(python_call, reader, names=names))
         yield from reader.skip_closing(END)
 
 
-def _call(reader: TextReader, names: Collection[str] | None, index: int) -> Steps[bool]:
-    """One call. Its arguments become JSON when it is closed, so there are no parts of them."""
+def python_call(reader: TextReader, index: int, *, names: Collection[str] | None) -> Steps[bool | None]:
+    """One call, see `call_list`. `names`: nothing else says that it is a call, so it needs one of these.
+
+    Its arguments become JSON when it is closed, so there are no parts of them.
+    """
     yield from reader.space()
     name = yield from reader.run(NAME)
     known = names is None or name in names
@@ -38,9 +41,11 @@ def _call(reader: TextReader, names: Collection[str] | None, index: int) -> Step
         return False
     scan = ValueScan(quotes="'\"", depth=1)
     text = yield from reader.scan(scan.find_end)
-    arguments = None if scan.depth else keywords_json(text.removesuffix(")"))
-    if arguments is None:
+    if scan.depth:
         return False
+    arguments = keywords_json(text.removesuffix(")"))
+    if arguments is None:
+        return None
     reader.commit()
     yield ToolCall(index, name)
     yield ToolArguments(index, arguments)

@@ -7,76 +7,142 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paceline.parsing.argument_types import argument_types, value_json
 from paceline.parsing.events import Content, ToolArguments, ToolCall
 from paceline.parsing.json_text import call_arguments
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.text_reader import SPACE, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-VALUE_ENDS = (PARAMETER_END, PARAMETER, FUNCTION_END)
-"""A model may forget the first."""
+BEHIND_VALUE = (PARAMETER, FUNCTION_END, END)
+"""What may come behind a parameter."""
+VALUE_ENDS = (PARAMETER_END, *BEHIND_VALUE, BEGIN)
+"""A model may forget the first, and more of them."""
+NEXT_MARKERS: Mapping[str, tuple[str, ...]] = {
+    PARAMETER_END: BEHIND_VALUE,
+    FUNCTION_END: (END, FUNCTION),
+    END: (FUNCTION,),
+    BEGIN: (FUNCTION,),
+}
+"""Markers that prove the marker before them to be one, rather than a quotation."""
 KEY = re.compile(r"[^<>\n]+")
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """A model may forget `<tool_call>`, too. Then a tool must have the function's name."""
     index = 0
-    while marker := (yield from reader.until((BEGIN, FUNCTION), Content)):
+    marker, following = (yield from reader.until((BEGIN, FUNCTION), Content)), ""
+    while marker:
         begun = marker == FUNCTION or (yield from reader.skip(FUNCTION))
         name = (yield from reader.run(KEY)).strip() if begun else ""
         known = name in tools or (name != "" and marker == BEGIN)
         if known and (yield from reader.accept(">")):
             reader.commit()
             yield ToolCall(index, name)
-            yield from _arguments(reader, index, tools.get(name, {}))
-            yield from reader.skip_closing(END)
+            following = yield from _arguments(reader, index, tools.get(name, {}))
             index += 1
         else:
-            yield Content(reader.since_mark())
+            yield Content(following + reader.since_mark())
+            following = ""
+        marker = following or (yield from reader.until((BEGIN, FUNCTION), Content))
 
 
-def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[None]:
-    """Up to the end of the function. Arguments that the end of the text cuts off stay open."""
+def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]:
+    """Up to the end of the call. Arguments that the end of the text cuts off stay open.
+
+    Text between parameters is content, and comes behind the call: its events are not to be mixed with others.
+    Returns the marker of the next call if it comes in place of this one's end; "": it does not.
+    """
     yield from reader.space()
     if (yield from reader.peek()) == "{":  # a grammar writes JSON
         yield from call_arguments(reader, index)
         yield from reader.skip_closing(FUNCTION_END)
-        return
+        yield from reader.skip_closing(END)
+        return ""
     before = "{"
-    marker = yield from reader.accept(PARAMETER, FUNCTION_END, END)
+    between, marker = yield from _behind_value(reader)
     while marker == PARAMETER:
+        reader.commit()
         key = (yield from reader.run(KEY)).strip()
         yield from reader.accept(">")
         yield ToolArguments(index, f"{before}{_quoted(key)}: ")
         before = ", "
         marker = yield from _value(reader, index, argument_types(schema, key))
         if marker == PARAMETER_END:
-            yield from reader.space()
-            marker = yield from reader.accept(PARAMETER, FUNCTION_END, END)
-    if marker in (FUNCTION_END, END):
+            text, marker = yield from _behind_value(reader)
+            between += text
+    if marker:
         yield ToolArguments(index, "{}" if before == "{" else "}")
-    else:
-        yield from reader.skip_closing(PARAMETER, FUNCTION_END, END)
+    yield Content(between)
+    reader.mark()
+    if marker in (BEGIN, FUNCTION):
+        return marker
+    yield from reader.skip_closing(END)
+    return ""
+
+
+def _behind_value(reader: TextReader) -> Steps[tuple[str, str]]:
+    """Consume the text before the next marker, and the marker; return both."""
+    text, marker = "", (yield from reader.skip_closing(*BEHIND_VALUE))
+    if not marker:
+        text, marker = yield from reader.text_until((*BEHIND_VALUE, BEGIN, FUNCTION))
+    return (text.rstrip() if marker else text), marker
 
 
 def _value(reader: TextReader, index: int, types: Sequence[str]) -> Steps[str]:
-    """One value, without the line breaks next to its markers; a text as it arrives. Returns the marker behind it."""
-    yield from reader.accept("\n")
+    """One value, without the line breaks next to its markers; a text as it arrives. Returns the last marker read."""
+    in_lines = bool((yield from reader.accept("\n")))
     if set(types) != {"string"}:
-        text, marker = yield from reader.text_until(VALUE_ENDS)
+        text, marker = yield from _typed_text(reader, in_lines=in_lines)
         yield ToolArguments(index, value_json(text.removesuffix("\n"), types) if marker else text)
         return marker
     yield ToolArguments(index, '"')
-    marker = yield from reader.until(VALUE_ENDS, lambda text: ToolArguments(index, _quoted(text)[1:-1]))
-    if marker:
-        yield ToolArguments(index, _quoted(reader.gap.removesuffix("\n"))[1:])
-    return marker
+
+    def event(text: str) -> ToolArguments:
+        return ToolArguments(index, _quoted(text)[1:-1])
+
+    while marker := (yield from reader.until(VALUE_ENDS, event)):
+        gap = reader.gap
+        if last := (yield from _end(reader, marker, in_lines=in_lines)):
+            yield ToolArguments(index, _quoted(gap.removesuffix("\n"))[1:])
+            return last
+        yield event(reader.since_mark())
+    return ""
+
+
+def _typed_text(reader: TextReader, *, in_lines: bool) -> Steps[tuple[str, str]]:
+    """The text of a value that is complete before it can be JSON, and the last marker read."""
+    parts = []
+    while True:
+        text, marker = yield from reader.text_until(VALUE_ENDS)
+        parts.append(text)
+        reader.mark()
+        last = (yield from _end(reader, marker, in_lines=in_lines)) if marker else ""
+        if last or not marker:
+            return "".join(parts), last
+        parts.append(marker + reader.since_mark())
+
+
+def _end(reader: TextReader, marker: str, *, in_lines: bool) -> Steps[str]:
+    """The last marker read, if this one ends the value; "": it is quoted in it.
+
+    A value that begins a line (`in_lines`) ends one. Another end needs a marker behind it, or the end of the text.
+    """
+    if marker != BEGIN and reader.begins_line:
+        return marker
+    if marker == PARAMETER:
+        return "" if in_lines else marker
+    if marker == BEGIN and not reader.begins_line:
+        return ""
+    space = yield from reader.run(SPACE)
+    next_marker = yield from reader.accept(*NEXT_MARKERS[marker])
+    ended = marker != BEGIN and (not (yield from reader.peek()) or (not in_lines and "\n" in space))
+    return next_marker or (marker if ended else "")
 
 
 def _quoted(text: str) -> str:

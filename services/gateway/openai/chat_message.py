@@ -71,7 +71,7 @@ class ChatMessage(ExtensibleBody):
         """The message for a chat template.
 
         Templates ask whether a message has `tool_calls` at all, add to its `content`, and read the reasoning of earlier
-        turns under one name or the other. To one without a turn for the role `developer`, it is `system`.
+        turns under one of several names. To one without a turn for the role `developer`, it is `system`.
         """
         message = self.model_dump(exclude_unset=True)
         if self.role == "developer" and not template.has_turn("developer"):
@@ -82,4 +82,6 @@ class ChatMessage(ExtensibleBody):
             message.pop("tool_calls", None)
         if (reasoning := self.reasoning_content or self.reasoning) is not None:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            if "message.thinking" in template.source and not (self.tool_calls and self.content):
+                message["thinking"] = reasoning  # gpt-oss, which refuses it beside the content of a message with calls
         return message

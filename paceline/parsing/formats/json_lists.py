@@ -1,0 +1,112 @@
+"""Families that write `[{"name": "f", "arguments": {...}}, ...]` between markers of their own, a table of them.
+
+One object without the list is read, too; GigaChat writes nothing else. Apertus has the name for a key: `{"f": {...}}`.
+Cohere and GigaChat also have markers around the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from paceline.parsing.call_list import call_list
+from paceline.parsing.events import Content
+from paceline.parsing.json_text import call_by_name, call_fields, call_object, json_string, json_value
+from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.tool_format import ToolFormat, Tools
+
+ReadCall = Callable[[TextReader, Tools, int], Steps[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    begins: tuple[str, ...]
+    """Before the list; the first is what a grammar writes."""
+    end: str = ""
+    call: ReadCall = lambda reader, tools, index: call_object(reader, index)
+    """Consumes one object, see `call_list`."""
+    dropped: tuple[str, ...] = ()
+    """Markers that are no text."""
+
+    def parse(self, reader: TextReader, tools: Tools) -> Steps[None]:
+        index = 0
+        call = partial(self.call, reader, tools)
+        while marker := (yield from reader.until((*self.begins, *self.dropped), Content)):
+            first = index
+            if marker in self.dropped:
+                yield from reader.space()
+            elif marker.endswith("[") or (yield from reader.skip("[")):
+                index = yield from call_list(reader, index, call)
+            elif (yield from call(index)):
+                index += 1
+            else:
+                yield Content(reader.since_mark())
+            if self.end and index > first:
+                yield from reader.skip_closing(self.end)
+
+    def tool_format(
+        self,
+        name: str,
+        template_signs: tuple[str, ...],
+        begin: str = '{"name": "',
+        middle: str = '", "arguments": ',
+        end: str = "}",
+    ) -> ToolFormat:
+        opening = self.begins[0]
+        return ToolFormat(
+            name,
+            self.parse,
+            markers=(*self.begins, self.end, *self.dropped),
+            template_signs=template_signs,
+            begin=begin,
+            middle=middle,
+            end=end,
+            separator=", ",
+            opening=opening if opening.endswith("[") else f"{opening}[",
+            closing=f"]{self.end}",
+            wraps_content=bool(self.dropped),
+        )
+
+
+def _named_by_key(reader: TextReader, tools: Tools, index: int) -> Steps[bool]:
+    yield from reader.space()
+    if not (yield from reader.accept("{")):
+        return False
+    yield from reader.space()
+    key = json_string((yield from json_value(reader))) or ""
+    found = bool((yield from reader.skip(":"))) and (yield from call_by_name(reader, index, key))
+    if found:
+        yield from reader.skip("}")
+    return found
+
+
+def _bare(reader: TextReader, tools: Tools, index: int) -> Steps[bool]:
+    yield from reader.space()
+    return bool((yield from reader.accept("{"))) and (yield from call_fields(reader, index, names=tools))
+
+
+NEMOTRON_JSON = _Family(("<TOOLCALL>",), "</TOOLCALL>").tool_format("nemotron_json", ("<TOOLCALL>",))
+APRIEL = _Family(("<tool_calls>",), "</tool_calls>").tool_format("apriel", ("<tool_calls>[",))
+GRANITE = _Family(("<|tool_call|>", "<tool_call>")).tool_format("granite", ("<|tool_call|> followed by a JSON list",))
+PHI4_MINI = _Family(("<|tool_call|>", "functools["), "<|/tool_call|>").tool_format("phi4_mini_json", ("<|/tool|>",))
+APERTUS = _Family(("<|tools_prefix|>",), "<|tools_suffix|>", _named_by_key).tool_format(
+    "apertus", ("<|tools_prefix|>",), '{"', '": '
+)
+COHERE_COMMAND3 = _Family(
+    ("<|START_ACTION|>",),
+    "<|END_ACTION|>",
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+).tool_format("cohere_command3", ("<|START_ACTION|>",), '{"tool_call_id": "0", "tool_name": "', '", "parameters": ')
+XLAM = _Family(("[",), call=_bare).tool_format("xlam", ())
+"""Nothing marks its calls but the list itself: a tool must have their names."""
+GIGACHAT3 = replace(
+    _Family(("function call<|role_sep|>", "<|function_call|>"), dropped=("<|message_sep|>",)).tool_format(
+        "gigachat3", ("<|role_sep|>", "function call")
+    ),
+    separator="<|message_sep|>\n\nfunction call<|role_sep|>\n",
+    opening="<|message_sep|>\n\nfunction call<|role_sep|>\n",
+    closing="",
+)
+"""A call is a message of its own, behind that of the answer."""
+JSON_LISTS = (NEMOTRON_JSON, APRIEL, GRANITE, PHI4_MINI, APERTUS, COHERE_COMMAND3, XLAM, GIGACHAT3)

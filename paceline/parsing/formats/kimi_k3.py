@@ -1,0 +1,68 @@
+"""Kimi K3: `<|open|>call tool="f" index="1"<|sep|>`, each argument in an element of its own, `<|close|>call<|sep|>`.
+
+An argument is `<|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|>`; an element `json` may have all
+of them. Calls are in an element `tools`, the answer is in an element `response`.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+
+from paceline.parsing.argument_types import argument_types
+from paceline.parsing.events import Content
+from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
+from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
+
+OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
+CALL, CALL_END = f"{OPEN}call", f"{CLOSE}call{SEPARATOR}"
+JSON = f'{OPEN}json type="object"{SEPARATOR}'
+ARGUMENT, ARGUMENT_END = f"{OPEN}argument", f"{CLOSE}argument{SEPARATOR}"
+ELEMENTS = frozenset(("message", "think", "response", "tools", "call", "json", "argument"))
+"""Elements whose markers are no text."""
+ATTRIBUTES = re.compile(r"[^<]+")
+ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+
+
+def parse(reader: TextReader, tools: Tools) -> Steps[None]:
+    index = 0
+    while marker := (yield from reader.until((OPEN, CLOSE), Content)):
+        element = yield from reader.run(NAME)
+        attributes = yield from _attributes(reader)
+        closed = element in ELEMENTS and (yield from reader.accept_cut(SEPARATOR))
+        name = attributes.get("tool", "") if closed and marker == OPEN and element == "call" else ""
+        if name:
+            yield from reader.accept(JSON)
+        if name and (yield from tagged_call(reader, index, name, tools.get(name, {}), TAGS)):
+            index += 1
+        elif name or not closed:
+            yield Content(reader.since_mark())
+
+
+def _attributes(reader: TextReader) -> Steps[dict[str, str]]:
+    text = yield from reader.run(ATTRIBUTES)
+    return {key: html.unescape(value) for key, value in ATTRIBUTE.findall(text)}
+
+
+def _head(reader: TextReader, schema: JsonSchema) -> Steps[Argument | None]:
+    attributes = yield from _attributes(reader)
+    key, kind = attributes.get("key"), attributes.get("type")
+    if key is None or not (yield from reader.accept_cut(SEPARATOR)):
+        return None
+    return key, (kind,) if kind else argument_types(schema, key)
+
+
+TAGS = Tags(ARGUMENT, _head, {ARGUMENT_END: (ARGUMENT, CALL_END)}, CALL_END)
+KIMI_K3 = ToolFormat(
+    "kimi_k3",
+    parse,
+    markers=(OPEN, CLOSE, SEPARATOR),
+    template_signs=(OPEN, CLOSE, SEPARATOR),
+    begin=f'{CALL} tool="',
+    middle=f'" index="1"{SEPARATOR}',
+    end=CALL_END,
+    opening=f"{OPEN}tools{SEPARATOR}",
+    closing=f"{CLOSE}tools{SEPARATOR}",
+    wraps_content=True,
+)

@@ -1,0 +1,93 @@
+"""Calls: `<invoke name="f">`, `<parameter name="a">1</parameter>`, ..., `</invoke>`, with markers around all calls."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.parsing.argument_types import PYTHON_TYPES, argument_types
+from paceline.parsing.events import Content, ToolArguments, ToolCall
+from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
+from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
+
+QUOTED = re.compile(r'[^"<>\n]+')
+STRING = ' string="'
+"""The attribute that says whether a value is a text or JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class InvokeTags:
+    """The markers of a family."""
+
+    section: str
+    """Around all calls, with a slash behind its first character at the end."""
+    prefix: str = ""
+    """Before the other markers' names."""
+
+    @property
+    def section_end(self) -> str:
+        return self.section.replace("<", "</", 1)
+
+    @property
+    def invoke(self) -> str:
+        return f'<{self.prefix}invoke name="'
+
+    @property
+    def parameter(self) -> str:
+        return f'<{self.prefix}parameter name="'
+
+    def end(self, name: str) -> str:
+        """The marker behind an element with this name."""
+        return f"</{self.prefix}{name}>"
+
+    def arguments(self) -> Tags:
+        """A model may forget the end of a value: then the end of a call stands before another one."""
+        invoke_end = self.end("invoke")
+        ends = {self.end("parameter"): (self.parameter, invoke_end), invoke_end: (self.invoke, self.section_end)}
+        return Tags(self.parameter, _head, ends, invoke_end)
+
+    def tool_format(self, name: str, markers: tuple[str, ...], template_signs: tuple[str, ...]) -> ToolFormat:
+        return ToolFormat(
+            name,
+            partial(parse, self, self.arguments()),
+            markers=markers,
+            template_signs=template_signs,
+            begin=self.invoke,
+            middle='">\n',
+            end=f"\n{self.end('invoke')}\n",
+            opening=f"{self.section}\n",
+            closing=self.section_end,
+        )
+
+
+def parse(tags: InvokeTags, arguments: Tags, reader: TextReader, tools: Tools) -> Steps[None]:
+    """A model may forget the marker before all calls. Then a tool must have the call's name."""
+    index, section = 0, False
+    while marker := (yield from reader.until((tags.section, tags.invoke), Content)):
+        section = section or marker == tags.section
+        begun = marker == tags.invoke or (yield from reader.skip(tags.invoke))
+        name = (yield from reader.run(QUOTED)) if begun else ""
+        end = (yield from reader.accept('">', '"/>')) if name in tools or section else ""
+        if end == '"/>':
+            reader.commit()
+            yield ToolCall(index, name)
+            yield ToolArguments(index, "{}")
+        elif not end or not (yield from tagged_call(reader, index, name, tools.get(name, {}), arguments)):
+            yield Content(reader.since_mark())
+            continue
+        index += 1
+        yield from reader.skip_closing(tags.section_end)
+
+
+def _head(reader: TextReader, schema: JsonSchema) -> Steps[Argument | None]:
+    key = yield from reader.run(QUOTED)
+    if not key or not (yield from reader.accept_cut('"')):
+        return None
+    types = argument_types(schema, key)
+    if (yield from reader.accept(STRING)):
+        text = yield from reader.run(QUOTED)
+        types = ("string",) if text == "true" else tuple(PYTHON_TYPES)
+        yield from reader.accept_cut('"')
+    return (key, types) if (yield from reader.accept_cut(">")) else None
