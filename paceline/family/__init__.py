@@ -1,5 +1,7 @@
-"""The models that ship with the package: a small target that knows the standard library, and its draft."""
+"""The models that ship with the package: a small target that knows the standard library, its drafts, and a head for a
+target that others published."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 NAMES = ("pydoc", "pydoc-draft")
@@ -12,7 +14,9 @@ HEADS = {
     "mlp_speculator": "pydoc-mlp",
 }
 """By method, heads that were trained for the target."""
-SHIPPED = (*NAMES, *HEADS.values())
+PUBLISHED_HEADS: Mapping[str, str] = {"smollm2-135m-instruct": "smollm2-135m-eagle3"}
+"""By published model, an eagle3 head that was trained for it."""
+SHIPPED = (*NAMES, *HEADS.values(), *PUBLISHED_HEADS.values())
 
 
 def path(name: str) -> Path:

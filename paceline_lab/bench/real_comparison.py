@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.progress import results_kept_on_interrupt
+from paceline.family import PUBLISHED_HEADS
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufFile
 from paceline.model.numerics import cpu_name
@@ -61,8 +62,6 @@ START_SLOTS = 4096
 LOOKUPS = {"ngram-simple": ("--spec-type", "ngram-simple"), "ngram-mod": ("--spec-type", "ngram-mod")}
 DRAFTS = {QWEN_15B: QWEN_05B}
 """By target, the model that drafts for it."""
-HEADS: Mapping[str, str] = {}
-"""By target, a shipped head."""
 N_MAX = (3, 2, 4, 8)
 """Draft tokens of `draft-simple`, llama.cpp's default first; a quick run measures that alone."""
 
@@ -348,7 +347,7 @@ def our_methods(model: str, draft: Path | None) -> dict[str, dict[str, Any]]:
     """How ours drafts: configurations by method."""
     suffix = {"method": "suffix", **SUFFIX_WITHOUT_HISTORY}
     methods: dict[str, dict[str, Any]] = {"suffix": suffix}
-    for name, checkpoint in (("draft_model", draft), ("eagle3", HEADS.get(model))):
+    for name, checkpoint in (("draft_model", draft), ("eagle3", PUBLISHED_HEADS.get(model))):
         if checkpoint is not None:
             methods[name] = {"method": name, "model": str(checkpoint)}
             methods[f"suffix + {name}"] = {**suffix, "method": ["suffix", name], "model": str(checkpoint)}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from paceline.config import SamplingParams
+from paceline.family import PUBLISHED_HEADS
 from paceline.llm import LLM
 from paceline.published_models import QWEN_05B, SMOLLM2, download
 
@@ -87,6 +88,16 @@ def test_a_smaller_model_changes_no_token(plain: Plain, name: str) -> None:
         **LOCKSTEP,
     }
     outputs, accepted = drafted(plain.llm, speculation)
+    assert different(outputs, plain.outputs) == []
+    assert accepted > 20
+
+
+def test_a_head_changes_no_token(plain: Plain, name: str) -> None:
+    if name not in PUBLISHED_HEADS:
+        pytest.skip("no head ships for it")
+    outputs, accepted = drafted(
+        plain.llm, {"method": ["suffix", "eagle3"], "model": PUBLISHED_HEADS[name], "tree_width": 2, **LOCKSTEP}
+    )
     assert different(outputs, plain.outputs) == []
     assert accepted > 20
 

@@ -107,8 +107,11 @@ def test_a_quick_run_has_fewer_prompts_and_tokens() -> None:
     assert set(quick.models) == {SMOLLM2, QWEN_05B, QWEN_15B}
 
 
-def test_a_model_without_a_draft_looks_up_alone() -> None:
-    assert set(our_methods(SMOLLM2, None)) == {"suffix"}
+def test_a_model_drafts_by_what_there_is_for_it() -> None:
+    assert set(our_methods(QWEN_05B, None)) == {"suffix"}
+    head = our_methods(SMOLLM2, None)
+    assert set(head) == {"suffix", "eagle3", "suffix + eagle3"}
+    assert head["eagle3"]["model"] == "smollm2-135m-eagle3"
     drafted = our_methods(QWEN_15B, Path("draft.gguf"))
     assert set(drafted) == {"suffix", "draft_model", "suffix + draft_model"}
     assert drafted["suffix + draft_model"]["model"] == "draft.gguf"
