@@ -175,8 +175,6 @@ class DraftLoop:
 
     def _apply_event(self, link: _LinkState, event: RequestEvent) -> None:
         """Apply an event. Late events of closed requests are ignored. Raises `DraftError`."""
-        if isinstance(event, Opening | Commit):
-            self._check_tokens(event.tokens)
         if isinstance(event, Opening):
             self._open(link, event)
         elif isinstance(event, RequestClosed):
@@ -184,6 +182,7 @@ class DraftLoop:
         elif (own_id := link.requests.get(event.request_id)) is None:
             return
         elif isinstance(event, Commit):
+            self._check_tokens(event.tokens)
             self._speculator.commit(replace(event, request_id=own_id))
         elif isinstance(event, Limit):
             self._speculator.limit(replace(event, request_id=own_id))
@@ -201,6 +200,7 @@ class DraftLoop:
         self._next_id += 1
         link.requests[opening.request_id] = own_id
         self._owners[own_id] = link, opening.request_id
+        self._check_tokens(opening.tokens)
         self._speculator.open(replace(opening, request_id=own_id, link=link.number))
 
     def _close(self, link: _LinkState, request_id: int) -> None:

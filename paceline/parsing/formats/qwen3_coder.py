@@ -5,7 +5,6 @@ Values are plain text. The tool's schema says which of them are numbers, lists a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from dataclasses import replace
 from paceline.parsing.argument_types import argument_types, value_json
 from paceline.parsing.events import Content, ToolArguments, ToolCall
 from paceline.parsing.json_text import call_arguments
+from paceline.parsing.tagged_arguments import quoted
 from paceline.parsing.text_reader import SPACE, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
@@ -70,7 +70,7 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]
         reader.commit()
         key = (yield from reader.run(KEY)).strip()
         yield from reader.accept(">")
-        yield ToolArguments(index, f"{before}{_quoted(key)}: ")
+        yield ToolArguments(index, f"{before}{quoted(key)}: ")
         before = ", "
         marker = yield from _value(reader, index, argument_types(schema, key))
         if marker == PARAMETER_END:
@@ -104,12 +104,12 @@ def _value(reader: TextReader, index: int, types: Sequence[str]) -> Steps[str]:
     yield ToolArguments(index, '"')
 
     def event(text: str) -> ToolArguments:
-        return ToolArguments(index, _quoted(text)[1:-1])
+        return ToolArguments(index, quoted(text)[1:-1])
 
     while marker := (yield from reader.until(VALUE_ENDS, event)):
         gap = reader.gap
         if last := (yield from _end(reader, marker, in_lines=in_lines)):
-            yield ToolArguments(index, _quoted(gap.removesuffix("\n"))[1:])
+            yield ToolArguments(index, quoted(gap.removesuffix("\n"))[1:])
             return last
         yield event(reader.since_mark())
     return ""
@@ -143,10 +143,6 @@ def _end(reader: TextReader, marker: str, *, in_lines: bool) -> Steps[str]:
     next_marker = yield from reader.accept(*NEXT_MARKERS[marker])
     ended = marker != BEGIN and (not (yield from reader.peek()) or (not in_lines and "\n" in space))
     return next_marker or (marker if ended else "")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 QWEN3_CODER = ToolFormat(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 from paceline.parsing.argument_types import argument_types
 from paceline.parsing.events import Content
+from paceline.parsing.formats.qwen3_coder import FUNCTION, FUNCTION_END, KEY, PARAMETER, PARAMETER_END
 from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
 from paceline.parsing.text_reader import Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 BEGIN, END = "<seed:tool_call>", "</seed:tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-NAME = re.compile(r"[^<>\n]+")
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
@@ -21,7 +17,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     index = 0
     while marker := (yield from reader.until((BEGIN, FUNCTION), Content)):
         begun = marker == FUNCTION or (yield from reader.skip(FUNCTION))
-        name = (yield from reader.run(NAME)) if begun else ""
+        name = (yield from reader.run(KEY)) if begun else ""
         known = (name in tools or marker == BEGIN) and (yield from reader.accept(">"))
         if known and (yield from tagged_call(reader, index, name, tools.get(name, {}), TAGS)):
             index += 1
@@ -31,7 +27,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
 
 
 def _head(reader: TextReader, schema: JsonSchema) -> Steps[Argument | None]:
-    key = yield from reader.run(NAME)
+    key = yield from reader.run(KEY)
     return (key, argument_types(schema, key)) if key and (yield from reader.accept_cut(">")) else None
 
 
