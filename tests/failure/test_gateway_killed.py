@@ -94,7 +94,13 @@ async def test_a_response_in_the_background_is_finished_by_another_gateway() -> 
         assert created["status"] == "queued"
         await until(lambda: not here.stack.decoder.gate.is_set())
         url = f"/v1/responses/{created['id']}"
-        assert (await here.stack.http.get(url)).json()["status"] == "in_progress"
+
+        async def begun() -> bool:
+            response = (await here.stack.http.get(url)).json()
+            assert response["status"] == "in_progress"
+            return bool(response["output"])  # so there are tokens in its journal
+
+        await eventually(begun)
         here.gateway.process.kill()
         following = asyncio.create_task(here.stack.http.get(f"{url}?stream=true&starting_after=3"))
         here.stack.decoder.gate.set()
