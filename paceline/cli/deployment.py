@@ -42,11 +42,14 @@ TARGET, DRAFT = family.NAMES
 
 
 def default_speculative_config(model: str) -> SpeculativeConfig:
-    """The shipped target comes with a draft; for any other model what its texts repeat is looked up, in its process."""
+    """The shipped target comes with a draft. For any other model what its texts repeat is looked up, in its process,
+    beside the head that ships for it, if there is one."""
     if model == TARGET:
         return SpeculativeConfig(method="draft_model", model=DRAFT, beside=("ngram",), prompt_lookup_min=1)
     if is_fake_model(model):
         return SpeculativeConfig()
+    if (head := family.PUBLISHED_HEADS.get(model)) is not None:
+        return SpeculativeConfig(method="eagle3", model=head, beside=("suffix", "ngram"), draft_placement="target")
     return SpeculativeConfig(method="suffix", beside=("ngram",), draft_placement="target")
 
 
@@ -256,10 +259,11 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
 def _default(options: DeploymentOptions) -> SpeculativeConfig:
     """vLLM takes drafts from workers alone; a demo page kills a worker, without which nothing drafts."""
     default = default_speculative_config(options.model)
-    if options.vllm is not None and default.draft_placement == "target":
+    if default.draft_placement == "worker":
+        return default
+    if options.vllm is not None:
         return SpeculativeConfig()
-    here = options.demo_page and default.draft_placement == "target"
-    return SpeculativeConfig(method=default.method) if here else default
+    return SpeculativeConfig(method=default.method, model=default.model) if options.demo_page else default
 
 
 def _numbered(device: str) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline import family
 from paceline.config import DETECT, SpeculativeConfig
 from paceline.doctor.measurements import MethodMeasurement
-from paceline.drafting.auto_method import has_mtp_layer, is_shipped_target
+from paceline.drafting.auto_method import has_mtp_layer, shipped_drafts
 from paceline.model_names import resolve_model
 
 LEAST_SUFFIX_GAIN = 0.1
@@ -30,9 +29,8 @@ def candidates(model: str, given: Sequence[SpeculativeConfig]) -> list[Candidate
     found = [SpeculativeConfig(method="ngram"), SpeculativeConfig.model_validate({"method": "suffix"})]
     if has_mtp_layer(folder):
         found.append(SpeculativeConfig(method="mtp"))
-    if is_shipped_target(folder):
-        drafts = {"draft_model": family.NAMES[1], **family.HEADS}
-        found += [SpeculativeConfig.model_validate({"method": m, "model": draft}) for m, draft in drafts.items()]
+    drafts = shipped_drafts(folder).items()
+    found += [SpeculativeConfig.model_validate({"method": method, "model": draft}) for method, draft in drafts]
     return named([*found, *(config for config in given if config.enabled)])
 
 

@@ -16,6 +16,7 @@ from paceline.config import AUTO, DETECT, LOOKUP_METHODS, MAX_DEPTH, METHODS, Sp
 from paceline.drafting.heads.mtp_layouts import MTP_FAMILIES
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model_names import is_fake_model, resolve_model
+from paceline.published_models import downloaded
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +53,21 @@ def choose_method(model: str | None, target: str | None) -> MethodChoice:
     folder = resolve_model(target)
     if has_mtp_layer(folder):
         return MethodChoice("mtp", None, "the target's checkpoint holds a multi-token-prediction layer")
-    if is_shipped_target(folder):
-        return MethodChoice("draft_model", str(family.path(family.NAMES[1])), "the shipped target comes with a draft")
+    if drafts := shipped_drafts(folder):
+        method, name = next(iter(drafts.items()))
+        return MethodChoice(method, str(family.path(name)), f"{name} ships for this target")
     return MethodChoice("suffix", None, "no draft for this target is known")
 
 
-def is_shipped_target(folder: str) -> bool:
-    """`folder`: as `resolve_model` returns it."""
-    return folder == str(family.path(family.NAMES[0]).resolve())
+def shipped_drafts(folder: str) -> dict[str, str]:
+    """By method, best first, the names of the drafts that ship for a target.
+
+    `folder`: as `resolve_model` returns it.
+    """
+    if folder == str(family.path(family.NAMES[0]).resolve()):
+        return {"draft_model": family.NAMES[1], **family.HEADS}
+    name = next((each for each in family.PUBLISHED_HEADS if folder == str(downloaded(each))), None)
+    return {} if name is None else {"eagle3": family.PUBLISHED_HEADS[name]}
 
 
 def has_mtp_layer(folder: str) -> bool:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from paceline.config import SamplingParams
+from paceline import family
+from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.drafting import complete_config
 from paceline.family import PUBLISHED_HEADS
 from paceline.llm import LLM
 from paceline.published_models import QWEN_05B, SMOLLM2, download
@@ -95,6 +97,7 @@ def test_a_smaller_model_changes_no_token(plain: Plain, name: str) -> None:
 def test_a_head_changes_no_token(plain: Plain, name: str) -> None:
     if name not in PUBLISHED_HEADS:
         pytest.skip("no head ships for it")
+    assert complete_config(SpeculativeConfig(method="auto"), name).model == str(family.path(PUBLISHED_HEADS[name]))
     outputs, accepted = drafted(
         plain.llm, {"method": ["suffix", "eagle3"], "model": PUBLISHED_HEADS[name], "tree_width": 2, **LOCKSTEP}
     )

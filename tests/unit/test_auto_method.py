@@ -42,7 +42,7 @@ def test_an_mtp_layer_without_tensors_is_not_chosen(kind: str, tmp_path: Path) -
 def test_the_shipped_target_has_its_draft(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         found = complete_config(AUTO, TARGET)
-    assert "method auto: draft_model, since the shipped target comes with a draft" in caplog.text
+    assert "method auto: draft_model, since pydoc-draft ships for this target" in caplog.text
     assert (found.method, found.model) == ("draft_model", str(family.path(DRAFT)))
     assert complete_config(AUTO, str(family.path(TARGET))) == found
 

@@ -17,6 +17,7 @@ from paceline.cli.deployment import (
     LOOPBACK,
     Deployment,
     DeploymentOptions,
+    default_speculative_config,
     free_ports,
     plan_deployment,
 )
@@ -25,6 +26,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.vllm_options import VllmOptions
 from paceline.host_port import LISTENING_PORTS
 from paceline.launcher import StartError
+from paceline.published_models import QWEN_05B, SMOLLM2
 from tests.helpers.checkpoints import save_checkpoint
 
 REDIS = "redis://127.0.0.1:6379/0"
@@ -120,6 +122,14 @@ def test_any_other_model_looks_up_what_its_texts_repeat(tmp_path: Path) -> None:
 def test_a_demo_page_has_a_worker_to_kill(tmp_path: Path) -> None:
     deployment = plan_deployment(DeploymentOptions(str(save_checkpoint(tmp_path)), demo_page=True))
     assert (deployment.drafts_named, len(deployment.drafts)) == ("suffix", 1)
+
+
+def test_a_published_model_has_its_head() -> None:
+    """In the target's process, beside lookups: alone it does not pay on a CPU."""
+    default = default_speculative_config(SMOLLM2)
+    assert (default.method, default.model, default.draft_placement) == ("eagle3", "smollm2-135m-eagle3", "target")
+    assert default.beside == ("suffix", "ngram")
+    assert default_speculative_config(QWEN_05B).method == "suffix"
 
 
 def test_the_shipped_model_has_its_draft_under_vllm_too() -> None:
