@@ -66,6 +66,9 @@ def serve(
     api_keys: Annotated[Path | None, typer.Option(help="Require API keys: see `paceline keys`.")] = None,
     engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = EngineName.PACELINE,
     vllm_options: VllmSettings = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A file with a chat template, or one of the model's own by name.")
+    ] = None,
     tool_call_parser: Annotated[str, typer.Option(help="How the model writes tool calls; auto: by template.")] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="How the model marks reasoning; auto: by template.")] = "auto",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP collector.")] = None,
@@ -103,6 +106,7 @@ def serve(
         served_model_name,
         api_keys,
         (vllm_options or VllmOptions()) if engine is EngineName.VLLM else None,
+        chat_template,
         tool_call_parser,
         reasoning_parser,
         otlp_traces_endpoint,

@@ -70,6 +70,8 @@ class DeploymentOptions:
     """File of API keys for the gateway; None: it asks for none."""
     vllm: VllmOptions | None = None
     """How vLLM computes for the targets; None: our own engine does."""
+    chat_template: str | None = None
+    """A file, or the name of one of the model's templates; None: the model's own."""
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     """How the model writes tool calls and reasoning; auto: as its chat template shows."""
@@ -137,7 +139,8 @@ class Deployment(DeploymentOptions):
         keys = () if self.api_keys is None else ("--api-keys", str(self.api_keys))
         demo = () if demo_socket is None else ("--demo-socket", str(demo_socket))
         parsers = ("--tool-call-parser", self.tool_call_parser, "--reasoning-parser", self.reasoning_parser)
-        options = (*self._names, *address, "--redis-url", redis_url, *keys, *demo, *parsers, *self._traces)
+        template = () if self.chat_template is None else ("--chat-template", self.chat_template)
+        options = (*self._names, *address, "--redis-url", redis_url, *keys, *demo, *template, *parsers, *self._traces)
         return _service("gateway", "gateway", *options, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
 
     def _target_devices(self, index: int) -> list[str]:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from paceline.gguf.gguf_file import GgufFile
 from paceline.text.chat_template import ChatTemplate, ChatTemplateError
+from paceline.text.chat_template_files import DEFAULT, gguf_templates
 from paceline.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from paceline.text.gguf_vocabulary import (
     ADDED,
@@ -29,7 +30,6 @@ from paceline.text.gguf_vocabulary import (
 
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
 ADD_SPACE = "tokenizer.ggml.add_space_prefix"
-TEMPLATE = "tokenizer.chat_template"
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 ENDS = frozenset(
@@ -65,19 +65,13 @@ def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
     return {role: vocabulary.tokens[id_] for role, id_ in vocabulary.roles.items()}
 
 
-def gguf_chat_template(file: GgufFile) -> str | None:
-    """None if the file has none. Raises `GgufError`."""
-    template: str | None = file.get(TEMPLATE, str)
-    return template
-
-
 def eos_token_ids(file: GgufFile) -> list[int]:
     """All tokens that end an answer: those the file names, known spellings, and what its template closes a turn with.
 
     Text tokens are none, unless the file names them. Raises `GgufError`.
     """
     vocabulary = gguf_vocabulary(file)
-    ends = ENDS | {_template_end(gguf_chat_template(file), gguf_special_tokens(file), vocabulary.added)}
+    ends = ENDS | {_template_end(gguf_templates(file).get(DEFAULT), gguf_special_tokens(file), vocabulary.added)}
     if any(pair <= vocabulary.added.keys() for pair in MESSAGE_ENDS_ONLY_WITH):
         ends -= {MESSAGE_END}
     named = {id_ for key in END_KEYS if (id_ := vocabulary.named(key)) is not None}

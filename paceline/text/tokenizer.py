@@ -16,7 +16,8 @@ from tokenizers import models, pre_tokenizers
 from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_model
 from paceline.text.chat_template import ChatTemplate
-from paceline.text.gguf_tokenizer import gguf_backend, gguf_chat_template, gguf_special_tokens
+from paceline.text.chat_template_files import DEFAULT, TOOL_USE, folder_templates, gguf_templates
+from paceline.text.gguf_tokenizer import gguf_backend, gguf_special_tokens
 from paceline.text.gguf_vocabulary import gguf_vocabulary
 from paceline.text.prefix_space import without_prefix_space
 from paceline.text.token_pieces import token_pieces
@@ -38,17 +39,25 @@ class Tokenizer:
         self,
         backend: Backend,
         special_tokens: dict[str, str],
-        chat_template: str | None,
+        chat_templates: Mapping[str, str] | str | None,
         fingerprint: str | None = None,
     ) -> None:
-        """`special_tokens` by role: `bos_token`, `eos_token`, ... `fingerprint`: else the vocabulary's digest."""
+        """`special_tokens` by role: `bos_token`, `eos_token`, ... `chat_templates`: by name, or the only one.
+        `fingerprint`: else the vocabulary's digest.
+
+        Raises `ChatTemplateError` if a template that serves chats does not parse.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = special_tokens
         self.fingerprint = fingerprint or _digest(backend.get_vocab(with_added_tokens=True))
         """Equal for two tokenizers if and only if every id is the same token."""
-        self.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+        named = {DEFAULT: chat_templates} if isinstance(chat_templates, str) else chat_templates
+        self._templates = dict(named or {})
+        self.chat_template = self._named_template(DEFAULT)
+        """For chats without tools."""
+        self._tool_template = self._named_template(TOOL_USE)
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
@@ -61,12 +70,35 @@ class Tokenizer:
             return cls._from_gguf(GgufFile.open(location))
         folder = Path(location)
         config = _read_json(folder / "tokenizer_config.json")
-        return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
+        return cls(_read_backend(folder), _named_tokens(config), folder_templates(folder, config))
 
     @classmethod
     def _from_gguf(cls, file: GgufFile) -> Tokenizer:
         fingerprint = _digest(gguf_vocabulary(file).ids)
-        return cls(gguf_backend(file), gguf_special_tokens(file), gguf_chat_template(file), fingerprint)
+        return cls(gguf_backend(file), gguf_special_tokens(file), gguf_templates(file), fingerprint)
+
+    def template_for(self, *, tools: bool) -> ChatTemplate | None:
+        """The chat template of requests with or without tools: some models have one of their own for tools."""
+        return (self._tool_template if tools else None) or self.chat_template
+
+    def use_chat_template(self, given: str) -> None:
+        """Take another chat template for all chats: by its name among the model's, or from a file.
+
+        Raises ValueError if there is none, or `ChatTemplateError` if it does not parse.
+        """
+        if (source := self._templates.get(given)) is None:
+            try:
+                source = Path(given).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                names = ", ".join(sorted(self._templates)) or "none"
+                raise ValueError(
+                    f"{given} is no file that can be read, nor a template of the model ({names})"
+                ) from error
+        self.chat_template, self._tool_template = ChatTemplate(source, self.special_tokens), None
+
+    def _named_template(self, name: str) -> ChatTemplate | None:
+        source = self._templates.get(name)
+        return None if source is None else ChatTemplate(source, self.special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; `add_special_tokens` adds those that the model expects around a text, such as a BOS.
@@ -213,14 +245,3 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
         if role.endswith("_token") and isinstance(content, str):
             named[role] = content
     return named
-
-
-def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """From chat_template.jinja, else from the configuration: one template or a list of named ones."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template

@@ -123,6 +123,11 @@ def _parser() -> argparse.ArgumentParser:
         help="pages of this site may use the API, such as https://chat.example; *: of any",
     )
     add(
+        "--chat-template",
+        metavar="FILE",
+        help="for all chats: a file with a template, or a name among the models' own, such as tool_use",
+    )
+    add(
         "--tool-call-parser",
         choices=(AUTO, NONE, *TOOL_FORMATS),
         default=AUTO,

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class GatewaySettings:
     """The file of API keys; None: clients need no key."""
     allow_origin: Sequence[str] = ()
     """Sites whose pages may use this server from a browser."""
+    chat_template: str | None = None
+    """For all chats: a file, or the name of one of the models' templates; None: the model's own."""
     tool_call_parser: str = AUTO
     """How the models write tool calls: a name of `TOOL_FORMATS`; auto: as each chat template shows; or none."""
     reasoning_parser: str = AUTO
@@ -98,7 +101,7 @@ class GatewaySettings:
     def public(self) -> dict[str, Any]:
         """The options as JSON, without files and paths: of these only whether they are given."""
         shown = ("host", "port", "grpc_port", "drain_s", "ping_s", "worker_id", "tool_call_parser", "reasoning_parser")
-        given = {name: getattr(self, name) is not None for name in ("api_keys", "edge_tls", "tls")}
+        given = {name: getattr(self, name) is not None for name in ("chat_template", "api_keys", "edge_tls", "tls")}
         others = {
             "aliases": dict(self.aliases),
             "allow_origin": list(self.allow_origin),
@@ -133,7 +136,8 @@ async def running(
     settings: GatewaySettings, store: StateStore, tracing: Tracing = NO_TRACING
 ) -> AsyncIterator[tuple[ModelDirectory, Addresses]]:
     """A gateway that serves until the context ends, which waits for the running requests."""
-    tokenizers = {name: await asyncio.to_thread(_load_tokenizer, model) for name, model in settings.models.items()}
+    load = partial(_load_tokenizer, chat_template=settings.chat_template)
+    tokenizers = {name: await asyncio.to_thread(load, model) for name, model in settings.models.items()}
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listen(settings.host, settings.port))
@@ -189,7 +193,8 @@ async def _open_models(
 
 
 def _output_format(model: str, settings: GatewaySettings, tokenizer: Tokenizer) -> OutputFormat:
-    source = None if tokenizer.chat_template is None else tokenizer.chat_template.source
+    template = tokenizer.template_for(tools=True)
+    source = None if template is None else template.source
     try:
         chosen = choose_format(settings.tool_call_parser, settings.reasoning_parser, source)
     except ValueError as error:
@@ -277,13 +282,18 @@ def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authen
     return authenticator
 
 
-def _load_tokenizer(model: str) -> Tokenizer:
+def _load_tokenizer(model: str, chat_template: str | None) -> Tokenizer:
     """A tokenizer whose tables are computed, so that no request waits for them."""
     try:
         tokenizer = Tokenizer.load(model)
         tokenizer.prepare()
     except (ChatTemplateError, ValueError) as error:
         raise StartError(f"--model {model}: {error}") from error
+    try:
+        if chat_template is not None:
+            tokenizer.use_chat_template(chat_template)
+    except (ChatTemplateError, ValueError) as error:
+        raise StartError(f"--chat-template: {error}") from error
     return tokenizer
 
 

@@ -18,7 +18,7 @@ THINKING = ("enable_thinking", "thinking")
 
 def render_chat(fields: ChatFields, tokenizer: Tokenizer) -> str:
     """The prompt. Raises `InvalidRequestError`."""
-    template = tokenizer.chat_template
+    template = tokenizer.template_for(tools=bool(fields.offered_tools))
     if template is None:
         raise InvalidRequestError("this model has no chat template; use completions", param="messages")
     variables = template_variables(fields, template)
