@@ -2,53 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from paceline.model.layer_weights import QuantizedWeight
 from paceline.model.packed_integers import IntegerMatrix
-from paceline.model.quantization import AWQ_COLUMNS, ReadTensor, Settings, group_of, needed, unpacked
+from paceline.model.quantization import (
+    AWQ_COLUMNS,
+    ReadTensor,
+    Settings,
+    gptq_zeros,
+    needed,
+    packed_bits,
+    unpacked,
+    weight_groups,
+)
 
 ReadMatrix = Callable[[ReadTensor, Settings], IntegerMatrix | None]
 
 
-def has_integers(settings: Settings) -> bool:
-    """Whether a checkpoint with this `quantization_config` has integers, not floats."""
-    if settings.get("quant_method") == "compressed-tensors":
-        return str(group_of(settings).get("type", "int")) == "int"
-    return settings.get("quant_method") in FORMATS
+def are_integers(parts: Collection[str], settings: Settings) -> bool:
+    """Whether a module that is stored as these tensors, by the last parts of their names, has integers, not floats."""
+    if "weight" not in parts:
+        return "qweight" in parts or "weight_shape" in parts
+    return any(group.get("type", "int") == "int" for group in weight_groups(settings) if group["num_bits"] == 8)
 
 
 def integers(part: ReadTensor, settings: Settings) -> QuantizedWeight | None:
-    """Of the module whose tensors `part` reads; None if its groups are not of neighbouring inputs, or not whole blocks.
+    """Of the module whose tensors `part` reads; None if it has other numbers, or its groups are not of neighbouring
+    inputs, or not whole blocks.
 
     Raises `MissingTensorError`.
     """
-    matrix = FORMATS[str(settings["quant_method"])](part, settings)
+    read = FORMATS.get(str(settings["quant_method"]))
+    matrix = None if read is None else read(part, settings)
     return matrix.packed() if matrix is not None and matrix.is_packable else None
 
 
 def _awq(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
-    bits, columns = int(settings["bits"]), torch.tensor(AWQ_COLUMNS)
+    scales = needed(part, "scales").float().T.contiguous()
+    bits, columns = packed_bits(needed(part, "qzeros"), len(scales)), torch.tensor(AWQ_COLUMNS)
 
     def ordered(name: str) -> Tensor:
         numbers = unpacked(needed(part, name), bits, 1).to(torch.uint8).unflatten(1, (-1, len(columns)))
         result: Tensor = numbers[:, :, columns].flatten(1).T.contiguous()
         return result
 
-    scales = needed(part, "scales").float().T.contiguous()
     return IntegerMatrix(bits, ordered("qweight"), scales, ordered("qzeros"))
 
 
 def _gptq(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
-    bits = int(settings["bits"])
+    scales, packed_zeros = needed(part, "scales").float().T.contiguous(), needed(part, "qzeros")
+    bits = packed_bits(packed_zeros, len(scales))
     codes = unpacked(needed(part, "qweight"), bits, 0).to(torch.uint8).T.contiguous()
-    scales = needed(part, "scales").float().T.contiguous()
-    zeros = unpacked(needed(part, "qzeros"), bits, 1)
-    if settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        zeros = (zeros + 1) & (2**bits - 1)
+    zeros = gptq_zeros(packed_zeros, bits, settings)
     matrix = IntegerMatrix(bits, codes, scales, zeros.to(torch.uint8).T.contiguous())
     return matrix if _are_neighbours(part("g_idx"), matrix.group) else None
 
@@ -57,8 +66,10 @@ def _compressed(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
     weight = part("weight_packed")
     if weight is None:
         return _eight_bits(part)
-    bits = int(group_of(settings)["num_bits"])
+    if weight.dtype != torch.int32:
+        return None
     rows, width = (int(size) for size in needed(part, "weight_shape").tolist())
+    bits = packed_bits(weight, width)
     codes = unpacked(weight, bits, 1)[:rows, :width].to(torch.uint8).contiguous()
     scales = needed(part, "weight_scale").float().reshape(rows, -1)
     zeros = _zeros(part, scales, bits)

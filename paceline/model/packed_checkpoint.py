@@ -16,7 +16,7 @@ from paceline.gguf.gguf_file import is_gguf
 from paceline.model.block_quantization import BROADEST, packed_bytes, quantized
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import window_of
-from paceline.model.integer_formats import has_integers, integers
+from paceline.model.integer_formats import are_integers, integers
 from paceline.model.layer_weights import RotaryTables, Weight
 from paceline.model.loading import dtype_of, end_tokens, is_harmless, outline, positions_of
 from paceline.model.model import ModelInfo
@@ -128,7 +128,8 @@ class StoredPacking:
         if module not in quantized_modules(_of_module(checkpoint, module)):
             return checkpoint.tensor(name, dtype)
         with reading_module(checkpoint, module) as part:
-            found = (integers if has_integers(self._settings) else floats)(part, self._settings)
+            found = integers(part, self._settings)
+            found = floats(part, self._settings) if found is None else found
         return dequantized_module(checkpoint, module, self._settings).to(dtype) if found is None else found
 
     def bytes(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -136,7 +137,9 @@ class StoredPacking:
         stored = [part for part in _of_module(checkpoint, module) if part != f"{module}.bias"]
         if stored == [name]:
             return math.prod(shape) * dtype.itemsize
-        if has_integers(self._settings):  # scales count as float32
+        if are_integers(
+            {part.removeprefix(f"{module}.") for part in stored}, self._settings
+        ):  # scales count as float32
             return sum(math.prod(checkpoint.shape(part)) * (1 if part == name else 4) for part in stored)
         rows, width = shape
         if name not in stored:

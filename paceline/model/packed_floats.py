@@ -32,8 +32,8 @@ def floats(part: ReadTensor, settings: Settings) -> QuantizedWeight | None:
     packed = part("weight_packed")
     if packed is not None:
         return _mxfp4(packed, needed(part, "weight_scale")) if packed.dtype == torch.uint8 else None
-    weight, scale = needed(part, "weight"), scale_of(part)
-    if weight.dtype != torch.float8_e4m3fn or scale is None or part("weight_zero_point") is not None:
+    weight, scale = part("weight"), scale_of(part)
+    if weight is None or weight.dtype != torch.float8_e4m3fn or scale is None or part("weight_zero_point") is not None:
         return None
     codes, group = weight.view(torch.uint8), float8_group(scale.shape, weight.shape[1], settings)
     if group is None or bool((codes & NAN == NAN).any()):

@@ -49,6 +49,7 @@ COMPRESSED = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp8-quantized"),
 )
+PACKED_BITS = (1, 2, 4, 8)
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """The index within a 32-bit word of each of eight neighbouring columns."""
 INT32_BITS = 32
@@ -113,10 +114,16 @@ def reading_module(checkpoint: Checkpoint, module: str) -> Iterator[ReadTensor]:
         yield part
     except MissingTensorError as error:
         raise CheckpointError(f"{checkpoint} lacks {module}.{error}: download it again") from error
+    except PackedShapeError as error:
+        raise CheckpointError(f"{checkpoint}: {module} {error}: download it again") from error
 
 
 class MissingTensorError(Exception):
     """A module lacks a tensor."""
+
+
+class PackedShapeError(Exception):
+    """A module's tensors do not fit each other."""
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -156,8 +163,8 @@ def scale_of(part: ReadTensor) -> Tensor | None:
 
 def block_of(settings: Settings) -> Sequence[int] | None:
     """Rows and columns of a weight that share a scale; None: see `spread_scales`."""
-    block: Sequence[int] | None = settings.get("weight_block_size") or group_of(settings).get("block_structure")
-    return block
+    blocks = [group["block_structure"] for group in weight_groups(settings) if group.get("block_structure")]
+    return settings.get("weight_block_size") or next(iter(blocks), None)
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None) -> Tensor:
@@ -178,8 +185,8 @@ def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
         return _scaled(part, settings)
     if packed.dtype == torch.uint8:
         return _mxfp4(part, packed)
-    bits = group_of(settings)["num_bits"]
     rows, columns = (int(size) for size in needed(part, "weight_shape").tolist())
+    bits = packed_bits(packed, columns)
     weight = _signed(packed, bits, 1)[:rows, :columns]
     scale = needed(part, "weight_scale").float()
     zero = part("weight_zero_point")
@@ -207,7 +214,7 @@ def _signed(packed: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def _awq(part: ReadTensor, settings: Settings) -> Tensor:
-    bits, columns = int(settings["bits"]), torch.tensor(AWQ_COLUMNS)
+    bits, columns = packed_bits(needed(part, "qzeros"), needed(part, "scales").shape[1]), torch.tensor(AWQ_COLUMNS)
 
     def ordered(name: str) -> Tensor:
         numbers = unpacked(needed(part, name), bits, 1).unflatten(1, (-1, len(columns)))
@@ -220,17 +227,32 @@ def _awq(part: ReadTensor, settings: Settings) -> Tensor:
 
 
 def _gptq(part: ReadTensor, settings: Settings) -> Tensor:
-    bits = int(settings["bits"])
+    scales, packed_zeros = needed(part, "scales").float(), needed(part, "qzeros")
+    bits = packed_bits(packed_zeros, scales.shape[1])
     weight = unpacked(needed(part, "qweight"), bits, 0).float()
-    scales = needed(part, "scales").float()
-    zeros = unpacked(needed(part, "qzeros"), bits, 1)
-    if settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        zeros = (zeros + 1) & (2**bits - 1)
+    zeros = gptq_zeros(packed_zeros, bits, settings)
     groups = part("g_idx")
     if groups is None:
         groups = torch.arange(len(weight)) // (len(weight) // len(scales))
     groups = groups.long()
     return ((weight - zeros.float()[groups]) * scales[groups]).T.contiguous()
+
+
+def gptq_zeros(packed: Tensor, bits: int, settings: Settings) -> Tensor:
+    """int32 [groups, out]. All but GPTQModel's second format store them less 1."""
+    zeros = unpacked(packed, bits, 1)
+    return zeros if settings.get("checkpoint_format", "gptq") == "gptq_v2" else (zeros + 1) & (2**bits - 1)
+
+
+def packed_bits(packed: Tensor, numbers: int) -> int:
+    """Of a number, where int32 words along the last axis hold so many: modules of a checkpoint may differ.
+
+    Raises `PackedShapeError`.
+    """
+    words = packed.shape[-1]
+    if fitting := [bits for bits in PACKED_BITS if math.ceil(numbers * bits / INT32_BITS) == words]:
+        return fitting[-1]
+    raise PackedShapeError(f"has {numbers} numbers in {words} words of 32 bits")
 
 
 def unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
@@ -241,11 +263,9 @@ def unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
     return joined
 
 
-def group_of(settings: Settings) -> Mapping[str, Any]:
-    """compressed-tensors' settings for weights, of its only group."""
-    groups = list(settings.get("config_groups", {}).values())
-    weights: Mapping[str, Any] = groups[0]["weights"] if groups else {}
-    return weights
+def weight_groups(settings: Settings) -> list[Mapping[str, Any]]:
+    """compressed-tensors' settings for weights, of its groups of modules. Some groups are of activations alone."""
+    return [group["weights"] for group in settings.get("config_groups", {}).values() if group.get("weights")]
 
 
 def _check_modelopt(settings: Settings) -> str | None:
@@ -255,12 +275,15 @@ def _check_modelopt(settings: Settings) -> str | None:
 
 def _check_compressed(settings: Settings) -> str | None:
     groups = settings.get("config_groups", {})
-    formats = {str(group.get("format") or settings.get("format")) for group in groups.values()}
+    formats = {str(each.get("format") or settings.get("format")) for each in groups.values() if each.get("weights")}
     if unknown := sorted(formats - set(COMPRESSED)):
         return unknown[0]
-    bits = {int(group["weights"]["num_bits"]) for group in groups.values()}
-    if len(bits) > 1 or bits & {3, 5, 6, 7}:
-        return f"weights of {', '.join(map(str, sorted(bits)))} bits"
+    weights = weight_groups(settings)
+    if unread := sorted({int(each["num_bits"]) for each in weights}.difference(PACKED_BITS)):
+        return f"weights of {unread[0]} bits"
+    blocks = {tuple(each.get("block_structure") or ()) for each in weights} - {()}
+    if len(blocks) > 1:
+        return f"weights with scales for blocks of {' and of '.join(str(list(each)) for each in sorted(blocks))}"
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     return None if sparsity == "dense" else str(sparsity)
 

@@ -22,7 +22,7 @@ from paceline.memory_plan import _outlined
 from paceline.model import load
 from paceline.model.block_quantization import TYPES, quantized
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.integer_formats import has_integers, integers
+from paceline.model.integer_formats import integers
 from paceline.model.layer_weights import LayerWeights, QuantizedWeight
 from paceline.model.native import native_network
 from paceline.model.native.native_product import dequantize
@@ -217,7 +217,7 @@ def test_a_format_s_numbers_are_kept_exactly(form: str, out: int, width: int) ->
     torch.manual_seed(5)
     make, settings = PACKED[form]
     meant, parts = make(out, width)
-    packed = (integers if has_integers(settings) else floats)(parts.get, settings)
+    packed = integers(parts.get, settings) if form in INTEGERS else floats(parts.get, settings)
     assert packed is not None
     assert torch.equal(dequantize(packed), meant)
     assert torch.equal(METHODS[settings["quant_method"]][1](parts.get, settings), meant)

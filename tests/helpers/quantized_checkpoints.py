@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,12 +92,13 @@ def dequantised(weight: Tensor, zero: Tensor, scale: Tensor, groups: Tensor | No
     return (weight - zero[:, groups]) * scale[:, groups]
 
 
-def int4_packed(out: int, width: int, *, asymmetric: bool = False, group: int = GROUP) -> Stored:
-    weight, scale = numbers(out, width, 0, 16), scales(out, width // group)
-    zero = numbers(out, width // group, 5, 11) if asymmetric else torch.full((out, width // group), 8)
-    parts = {"weight_packed": packed(weight), "weight_scale": scale, "weight_shape": torch.tensor([out, width])}
+def integers_packed(out: int, width: int, *, bits: int = 4, asymmetric: bool = False, group: int = GROUP) -> Stored:
+    weight, scale = numbers(out, width, 0, 2**bits), scales(out, width // group) / 2 ** (bits - 4)
+    middle = 2 ** (bits - 1)
+    zero = middle + (numbers(out, width // group, -3, 3) if asymmetric else torch.zeros(out, width // group).int())
+    parts = {"weight_packed": packed(weight, bits), "weight_scale": scale, "weight_shape": torch.tensor([out, width])}
     if asymmetric:
-        parts["weight_zero_point"] = packed(zero.T).T.contiguous()
+        parts["weight_zero_point"] = packed(zero.T, bits).T.contiguous()
     return dequantised(weight, zero, scale), parts
 
 
@@ -146,8 +147,8 @@ FORMATS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
     "mxfp4-pack-quantized": (mxfp4, compressed("mxfp4-pack-quantized", 4, "float", group_size=32)),
     "mxfp8-quantized": (mxfp8, compressed("mxfp8-quantized", 8, "float", group_size=32)),
     "int-quantized": (int8_rows, compressed("int-quantized", 8)),
-    "pack-quantized": (int4_packed, compressed("pack-quantized", 4)),
-    "pack-quantized-zeros": (partial(int4_packed, asymmetric=True), compressed("pack-quantized", 4)),
+    "pack-quantized": (integers_packed, compressed("pack-quantized", 4)),
+    "pack-quantized-zeros": (partial(integers_packed, asymmetric=True), compressed("pack-quantized", 4)),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
     "gptq_v2": (
@@ -161,8 +162,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 INTEGERS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
     **{name: FORMATS[name] for name in ("int-quantized", "pack-quantized", "pack-quantized-zeros", "awq")},
     "int8 by row": (int8_symmetric, compressed("int-quantized", 8)),
-    "pack-quantized 128": (partial(int4_packed, group=128), compressed("pack-quantized", 4)),
-    "pack-quantized-zeros 128": (partial(int4_packed, group=128, asymmetric=True), compressed("pack-quantized", 4)),
+    "pack-quantized 128": (partial(integers_packed, group=128), compressed("pack-quantized", 4)),
+    "pack-quantized-zeros 128": (partial(integers_packed, group=128, asymmetric=True), compressed("pack-quantized", 4)),
     "awq 128": (partial(awq, group=128), AWQ),
     "gptq 32": (partial(gptq, in_order=True), IN_ORDER),
     "gptq 128": (partial(gptq, in_order=True, group=128), IN_ORDER),
@@ -197,18 +198,25 @@ def quantise(folder: Path, form: str) -> dict[str, Tensor]:
     """Quantise every projection of a checkpoint. Returns the weights that it stands for, by name."""
     torch.manual_seed(8)
     make, settings = (FORMATS | PACKED)[form]
-    stored, meant = {}, {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            stored[name] = meant[name] = weight
-            continue
-        meant[name], parts = make(*weight.shape)
-        stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
-    change_weights(folder, lambda _: stored)
+    meant = quantise_weights(folder, {"_proj.weight": make})
     if settings:
         change_config(folder, quantization_config=settings)
     else:  # in a file of its own; transformers loads such a checkpoint without scales
         algorithms = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
         own = {"producer": {"name": "modelopt"}, "quantization": algorithms}
         (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    return meant
+
+
+def quantise_weights(folder: Path, makers: Mapping[str, Callable[[int, int], Stored]]) -> dict[str, Tensor]:
+    """Quantise weights by how their names end. Returns all weights that the checkpoint stands for, by name."""
+    stored, meant = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        make = next((make for ending, make in makers.items() if name.endswith(ending)), None)
+        if make is None:
+            stored[name] = meant[name] = weight
+            continue
+        meant[name], parts = make(*weight.shape)
+        stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+    change_weights(folder, lambda _: stored)
     return meant
