@@ -13,6 +13,7 @@ from paceline.model.quantization import (
     AWQ_COLUMNS,
     ReadTensor,
     Settings,
+    auto_round_equal,
     gptq_zeros,
     needed,
     packed_bits,
@@ -100,5 +101,15 @@ def _are_neighbours(groups: Tensor | None, size: int) -> bool:
     return groups is None or torch.equal(groups.long(), torch.arange(len(groups)) // size)
 
 
-FORMATS: Mapping[str, ReadMatrix] = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+def _auto_round(part: ReadTensor, settings: Settings) -> IntegerMatrix | None:
+    equal = auto_round_equal(settings)
+    return FORMATS[equal["quant_method"]](part, equal)
+
+
+FORMATS: Mapping[str, ReadMatrix] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "auto-round": _auto_round,
+}
 """By `quant_method`."""

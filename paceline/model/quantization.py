@@ -3,7 +3,7 @@
 Integers, or floats of 8 or 4 bits, with scales become weights in the model's dtype. Activations are not quantised.
 Formats: DeepSeek's and Qwen's FP8 blocks (`weight_scale_inv`), ModelOpt's FP8 (`weight_scale`), compressed-tensors'
 float-, int-, naive-, mxfp8-, pack- and mxfp4-pack-quantized, AutoAWQ's gemm, AutoGPTQ's and GPTQModel's gptq and
-gptq_v2.
+gptq_v2, which auto-round writes under names of its own.
 
 Shapes: a weight is [out, in]; scales are one number, [out], [out, 1], [out, groups] or [row blocks, column blocks].
 """
@@ -49,6 +49,14 @@ COMPRESSED = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp8-quantized"),
 )
+GPTQ_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+AUTO_ROUND_PACKINGS: Mapping[str, Settings] = {
+    "auto_round": GPTQ_V2,
+    "auto_round:gptqmodel": GPTQ_V2,
+    "auto_round:auto_gptq": {"quant_method": "gptq"},
+    "auto_round:auto_awq": {"quant_method": "awq"},
+}
+"""By `packing_format`, settings with the same tensors."""
 PACKED_BITS = (1, 2, 4, 8)
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """The index within a 32-bit word of each of eight neighbouring columns."""
@@ -298,11 +306,28 @@ def _check_gptq(settings: Settings) -> str | None:
     return None if form in ("gptq", "gptq_v2") and bits in (2, 4, 8) else f"{form} of {bits} bits"
 
 
+def _auto_round(part: ReadTensor, settings: Settings) -> Tensor:
+    equal = auto_round_equal(settings)
+    return METHODS[equal["quant_method"]][1](part, equal)
+
+
+def auto_round_equal(settings: Settings) -> Settings:
+    """The settings of AWQ or GPTQ whose tensors are the same. auto-round's own packing is GPTQ's second format."""
+    return AUTO_ROUND_PACKINGS[settings["packing_format"]]
+
+
+def _check_auto_round(settings: Settings) -> str | None:
+    packing, bits, kind = settings.get("packing_format"), settings.get("bits"), settings.get("data_type", "int")
+    known = packing in AUTO_ROUND_PACKINGS and kind == "int" and bits in (2, 4, 8)
+    return None if known else f"{packing} of {bits} bits, {kind}"
+
+
 METHODS: Mapping[str, tuple[Callable[[Settings], str | None], Callable[[ReadTensor, Settings], Tensor]]] = {
     "fp8": (lambda settings: None, _scaled),
     "modelopt": (_check_modelopt, _scaled),
     "compressed-tensors": (_check_compressed, _compressed),
     "awq": (_check_awq, _awq),
     "gptq": (_check_gptq, _gptq),
+    "auto-round": (_check_auto_round, _auto_round),
 }
 """By `quant_method`: a check that names an unknown format, and a function that returns a module's weight, float32."""

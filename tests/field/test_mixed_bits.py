@@ -103,13 +103,6 @@ def test_the_model_stays_packed_and_computes_with_them(name: str, tmp_path: Path
     assert float((torch.stack(rows) - expected).norm() / expected.norm()) < ROUNDED_ROWS
 
 
-def test_bits_that_are_not_read_are_named(tmp_path: Path) -> None:
-    written(tmp_path, "4 bits beside FP8")
-    change_config(tmp_path, quantization_config=compressed(group("Linear", "pack-quantized", 3)))
-    with pytest.raises(CheckpointError, match="as weights of 3 bits, which is not read here"):
-        load(str(tmp_path), EngineConfig(slots=256))
-
-
 def test_a_weight_that_no_number_of_bits_explains_is_named(tmp_path: Path) -> None:
     written(tmp_path, "4 bits beside FP8")
     module = "model.layers.1.mlp.up_proj"

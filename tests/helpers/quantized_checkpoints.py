@@ -158,6 +158,7 @@ FORMATS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
 }
 
 IN_ORDER = {"quant_method": "gptq", "bits": 4, "desc_act": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "data_type": "int", "autoround_version": "0.16.1"}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 INTEGERS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
     **{name: FORMATS[name] for name in ("int-quantized", "pack-quantized", "pack-quantized-zeros", "awq")},
@@ -167,6 +168,9 @@ INTEGERS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
     "awq 128": (partial(awq, group=128), AWQ),
     "gptq 32": (partial(gptq, in_order=True), IN_ORDER),
     "gptq 128": (partial(gptq, in_order=True, group=128), IN_ORDER),
+    "auto-round": (partial(gptq, in_order=True, less=0), {**AUTO_ROUND, "packing_format": "auto_round"}),
+    "auto-round gptq": (partial(gptq, in_order=True), {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}),
+    "auto-round awq": (awq, {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}),
     "gptq_v2 8 bits": (
         partial(gptq, in_order=True, bits=8, less=0),
         {**IN_ORDER, "bits": 8, "checkpoint_format": "gptq_v2"},

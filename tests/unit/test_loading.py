@@ -336,6 +336,10 @@ NOT_READ = "is quantised by {}, which is not read here: take one in"
         (compressed("pack-quantized", 3), NOT_READ.format("compressed-tensors as weights of 3 bits")),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, NOT_READ.format("awq as gemv of 4 bits")),
         ({"quant_method": "gptq", "bits": 3}, NOT_READ.format("gptq as gptq of 3 bits")),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static", "bits": 8, "data_type": "fp"},
+            NOT_READ.format("auto-round as auto_round:fp8_static of 8 bits, fp"),
+        ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "cannot be loaded: .*bitsandbytes"),
     ],
 )
