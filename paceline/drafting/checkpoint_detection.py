@@ -14,9 +14,9 @@ from paceline.model_names import is_fake_model, resolve_model
 
 log = logging.getLogger(__name__)
 
-DSPARK = "dspark"
-"""A format that is known and not supported."""
-SPECULATORS_LIBRARY_TYPES = {name: name for name in ("eagle", "eagle3", "peagle", "dflash", DSPARK, "mtp")} | {
+DSPARK, XPRESS = "dspark", "xpress"
+"""Formats that are known and not supported."""
+SPECULATORS_LIBRARY_TYPES = {name: name for name in ("eagle", "eagle3", "peagle", "dflash", DSPARK, XPRESS, "mtp")} | {
     "dflash2": "dflash"  # which refuses it by name
 }
 """The method, by the speculators library's name for the type of a checkpoint."""

@@ -68,6 +68,7 @@ def with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (eagle_tensors(), {"speculators_model_type": "eagle"}, "eagle"),
         (PLAIN, {"speculators_model_type": "eagle3"}, "eagle3"),
         (PLAIN, {"speculators_model_type": "dflash2"}, "dflash"),
+        (PLAIN, {"speculators_model_type": "xpress", "xpress_rank": 256}, "xpress"),  # as speculators 0.9 writes it
         (PLAIN, {"speculators_model_type": "mtp"}, "mtp"),
     ],
 )

@@ -15,6 +15,7 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_
 UNSUPPORTED_RELATIVES = {
     "dspark": ("markov_rank", "markov_head_type"),
     "dflash2": ("conv_kernel_size", "selector_rank"),
+    "xpress": ("xpress_rank", "xpress_mlp_ratio"),
 }
 """Methods that need more than one pass of a DFlash network, and their configuration keys."""
 UNSUPPORTED_KEYS = ("use_swa", "attention_sink_bias", "attention_value_scale")
