@@ -240,6 +240,7 @@ def model_of(kind: str) -> Callable[[Path], str]:
         ("--held-out", lambda folder: str(text(folder / "held.jsonl", 1, 100)), "100 tokens are held out"),
         ("--start-from", model_of("llama"), "start from a folder that `paceline train` wrote"),
         ("--start-from", another_head, "medusa_lm_head.safetensors has "),
+        ("--start-from", lambda _: "pydoc-medusa", "family/pydoc-medusa/medusa_lm_head.safetensors has "),
         ("--target", lambda folder: "table:64", "has no weights"),
         ("--draft-vocab-size", lambda _: "8", "--draft-vocab-size is for eagle3 heads"),
         ("--target", model_of("llama"), "llama cannot be read"),

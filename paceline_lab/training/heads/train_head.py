@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from paceline import family
 from paceline.gguf.gguf_file import is_gguf
 from paceline.model.gguf_loading import model_config, read_gguf
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
@@ -217,7 +218,7 @@ class HeadTrainingOptions:
     out: Path
     held_out: Sequence[Path] | None = None
     start_from: Path | None = None
-    """The folder of a head written by `paceline train`; None: start untrained."""
+    """The folder of a head written by `paceline train`, or the name of one that ships; None: start untrained."""
     draft_vocab_size: int | None = None
     """Tokens that the head can predict, the most frequent ones of the text; None: all."""
     share_output: bool = False
@@ -232,6 +233,12 @@ class HeadTrainingOptions:
     """Memory for the target's outputs, so that it reads the text once."""
     threads: int = 2
     device: str = "cpu"
+
+    @property
+    def start_folder(self) -> Path | None:
+        """Where the head to start from is."""
+        shipped = str(self.start_from) in family.SHIPPED
+        return family.path(str(self.start_from)) if shipped else self.start_from
 
 
 class HeadTrainingError(ValueError):
@@ -256,8 +263,8 @@ def train_head(options: HeadTrainingOptions) -> None:
     if options.share_output:
         _eagle3(head, "--share-output").share_output()
     head.to(options.device)
-    if options.start_from:
-        load_head(head, recipe, options.start_from)
+    if options.start_folder:
+        load_head(head, recipe, options.start_folder)
     library = TargetOutputCache(reader, learned, round(options.keep_gb * 1e9))
 
     def loss(model: nn.Module, names: Tensor) -> Tensor:
@@ -384,7 +391,7 @@ def _draft_vocabulary(options: HeadTrainingOptions, documents: Sequence[Ids]) ->
         return None
     kept = options.work_dir / f"{options.method}-vocabulary.npy"  # the text may have grown since training began
     if not kept.exists():
-        found = _stored_vocabulary(options.start_from) if options.start_from else None
+        found = _stored_vocabulary(options.start_folder) if options.start_folder else None
         np.save(kept, most_frequent(documents, options.draft_vocab_size) if found is None else found)
     return torch.from_numpy(np.load(kept))
 
