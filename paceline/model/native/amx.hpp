@@ -56,6 +56,7 @@ class Tiles {
     void multiply(const uint32_t* x, const uint32_t* weights, int words, float* sums, size_t stride) const {
         constexpr int WIDTH = BLOCKS * LANES, BYTES = WIDTH * sizeof(float);
         const size_t row_bytes = words * sizeof(uint32_t);
+        asm volatile("" : : : "memory");  // GCC does not say that loads of tiles read memory: x is written by then
         _tile_zero(0);
         if constexpr (BLOCKS > 1) _tile_zero(1);
         if constexpr (BLOCKS > 2) _tile_zero(2);
