@@ -17,7 +17,7 @@ from paceline.config import EngineConfig
 from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model.gguf_weights import GgufWeights, dequantized
-from paceline.model.layer_weights import LayerVariant, RotaryTables, Weight
+from paceline.model.layer_weights import LayerVariant, RotaryTables, Weight, rotary_frequencies
 from paceline.model.model import ModelInfo
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
@@ -98,15 +98,14 @@ def layer_rotaries(file: GgufFile, config: GgufSettings, positions: int) -> list
 def rotary_tables(file: GgufFile, config: GgufSettings, rope: Mapping[str, Any], positions: int) -> RotaryTables:
     """Cosines and sines by transformers' formulas; with the factors of `rope_freqs.weight`, where a file has them."""
     size, scale = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)), 1.0
-    frequencies = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, size, 2).float() / size)
+    frequencies = rotary_frequencies(float(rope["rope_theta"]), size)
     if "rope_freqs.weight" in file.tensors:  # Llama 3.1
         frequencies = frequencies / dequantized(file.tensor("rope_freqs.weight"), torch.float32)
     elif rope["rope_type"] == "linear":
         frequencies = frequencies / float(rope["factor"])
     elif rope["rope_type"] != "default":
         frequencies, scale = _scaled_frequencies(config, rope["rope_type"], positions)
-    angles = torch.arange(positions).float()[:, None] * frequencies
-    return RotaryTables(angles.cos() * scale, angles.sin() * scale)
+    return RotaryTables.at(frequencies, positions, scale)
 
 
 def _scaled_frequencies(config: GgufSettings, kind: str, positions: int) -> tuple[Tensor, float]:

@@ -55,6 +55,17 @@ class RotaryTables:
         half = cosines.shape[-1] // 2
         return cls(cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous())
 
+    @classmethod
+    def at(cls, frequencies: Tensor, positions: int, scale: float = 1.0) -> RotaryTables:
+        """`frequencies`: radians per position, float32 [rotated elements of a head / 2]."""
+        angles = torch.arange(positions, device=frequencies.device).float()[:, None] * frequencies
+        return cls(angles.cos() * scale, angles.sin() * scale)
+
+
+def rotary_frequencies(base: float, size: int) -> Tensor:
+    """Radians per position of `size` elements, without scaling: float32 [size / 2] (Su et al. 2021)."""
+    return 1.0 / base ** (torch.arange(0, size, 2).float() / size)
+
 
 @dataclass(frozen=True)  # with slots, `LayerWeights[Tensor](...)` fails: typing sets an attribute (Python 3.11)
 class LayerWeights(Generic[W]):

@@ -7,11 +7,13 @@ with the default value of transformers' configuration class.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import StrictDataclassError
+import torch
 
 from paceline.model.checkpoint import Checkpoint, CheckpointError, first_sentence
+from paceline.model.layer_weights import RotaryTables, rotary_frequencies
 from paceline.model.target_weights import TargetWeights
 
 if TYPE_CHECKING:  # importing it takes seconds
@@ -28,13 +30,56 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 IGNORED_KEYS = ("model_type", "transformers_version", "architectures", "torch_dtype", "dtype", "auto_map")
 
 
-def head_config(checkpoint: Checkpoint, rope_theta: float | None = None) -> PretrainedConfig:
-    """A configuration with every key of a Llama. `rope_theta` overrides the checkpoint's, which is often wrong.
+@dataclass(frozen=True, slots=True)
+class PlainDecoder:
+    """The keys of a Llama that names all sizes, and does not scale its rotary embedding. Most heads are such, and load
+    without transformers, whose import takes seconds."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Any]) -> PlainDecoder | None:
+        """None if `keys` say less or more."""
+        sizes: dict[str, Any] = {each.name: keys.get(each.name) for each in fields(cls)}
+        scaled = keys.get("rope_scaling") or keys.get("rope_parameters")
+        others = scaled or keys.get("hidden_act", "silu") != "silu"
+        if others or not all(type(size) in (int, float) and size > 0 for size in sizes.values()):
+            return None
+        return cls(**sizes) if sizes["num_attention_heads"] % sizes["num_key_value_heads"] == 0 else None
+
+
+def head_rotary(config: PlainDecoder | PretrainedConfig, positions: int, device: torch.device | str) -> RotaryTables:
+    """Llama's, for so many positions."""
+    if isinstance(config, PlainDecoder):
+        return RotaryTables.at(rotary_frequencies(config.rope_theta, config.head_dim).to(device), positions)
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    return RotaryTables.of(LlamaRotaryEmbedding(config).to(device), positions)
+
+
+def head_config(checkpoint: Checkpoint, rope_theta: float | None = None) -> PlainDecoder | PretrainedConfig:
+    """A Llama's keys. `rope_theta` overrides the checkpoint's, which is often wrong.
 
     Raises `CheckpointError` if sizes are missing or inconsistent, or if layers of this kind cannot be run.
     """
-    from transformers import AutoConfig
+    model_type, keys = _decoder_keys(checkpoint, rope_theta)
+    return PlainDecoder.of(keys) or _transformers_config(checkpoint, model_type, keys)
 
+
+def full_head_config(checkpoint: Checkpoint, rope_theta: float | None = None) -> PretrainedConfig:
+    """As `head_config`, always with every key that transformers knows."""
+    return _transformers_config(checkpoint, *_decoder_keys(checkpoint, rope_theta))
+
+
+def _decoder_keys(checkpoint: Checkpoint, rope_theta: float | None) -> tuple[str, Mapping[str, Any]]:
+    """The decoder's type and keys. Raises `CheckpointError` if its layers cannot be run."""
     decoder: Mapping[str, Any] = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     if not decoder:
         raise CheckpointError(f"{checkpoint} has no config.json: download it, the tensors alone do not tell their use")
@@ -53,6 +98,13 @@ def head_config(checkpoint: Checkpoint, rope_theta: float | None = None) -> Pret
         for nested in ("rope_parameters", "rope_scaling"):
             if isinstance(keys.get(nested), dict):
                 keys[nested] = {**keys[nested], "rope_theta": rope_theta}
+    return model_type, keys
+
+
+def _transformers_config(checkpoint: Checkpoint, model_type: str, keys: Mapping[str, Any]) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.for_model(model_type, **keys)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.config.engine_config import Quantization
+from paceline.drafting.heads.head_config import head_rotary
 from paceline.drafting.heads.head_network import HeadNetwork, HeadOutput
 from paceline.drafting.heads.head_weights import HeadWeights, OutputProjection
 from paceline.model.attention import Heads, KVCache
@@ -39,11 +40,11 @@ class LlamaHead(HeadNetwork):
         output: OutputProjection,
         hidden_state_layers: Sequence[int] | None = None,
         ids: Tensor | None = None,
-        rotary: nn.Module | None = None,
+        rotary: RotaryTables | None = None,
         feeds_back_normed: bool = False,
         quantization: Quantization | None = None,
     ) -> None:
-        """`rotary`: a module of transformers; None: Llama's. `feeds_back_normed`: the feature of a draft token is the
+        """`rotary`: None: Llama's. `feeds_back_normed`: the feature of a draft token is the
         output of `norm`, not of the last layer. `quantization`: of the matrices that are the head's own, see
         `EngineConfig`.
 
@@ -52,12 +53,8 @@ class LlamaHead(HeadNetwork):
         """
         super().__init__(target, model, slots, hidden_state_layers, ids)
         heads = Heads.of(config)
-        if rotary is None:
-            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-            rotary = LlamaRotaryEmbedding(config)
         own_output = output if isinstance(output, Tensor) else None
-        tables = RotaryTables.of(rotary.to(target.device), target.max_model_len)
+        tables = rotary or head_rotary(config, target.max_model_len, target.device)
         options = {
             "hidden": int(config.hidden_size),
             "eps": float(config.rms_norm_eps),

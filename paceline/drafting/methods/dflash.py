@@ -22,7 +22,7 @@ from paceline.core.logits_rules import History
 from paceline.core.tree import TokenTree
 from paceline.drafting.draw_prediction import NetworkFacts
 from paceline.drafting.heads.dflash_config import DFlashConfig, configured_layers, tokens_per_pass
-from paceline.drafting.heads.head_config import head_config
+from paceline.drafting.heads.head_config import full_head_config, head_rotary
 from paceline.drafting.heads.head_weights import HeadWeights
 from paceline.drafting.heads.llama_head import llama_layers
 from paceline.drafting.method_registry import MethodInputs
@@ -30,7 +30,7 @@ from paceline.drafting.parallel_drafts import ContextSpans, HiddenStateRequest, 
 from paceline.drafting.speculator import Opening, Speculator
 from paceline.model.attention import Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables
+from paceline.model.layer_weights import DecoderLayerWeights
 from paceline.model.layers import CosSin, Linear, RMSNorm, RotaryEmbedding, SwiGLU, apply_rotary
 from paceline.model.target_weights import TargetWeights
 
@@ -94,10 +94,8 @@ class DFlashNetwork:
         self, checkpoint: Checkpoint, target: TargetWeights, slots: int, rope_theta: float | None = None
     ) -> None:
         """Raises `CheckpointError` if the checkpoint is not a DFlash draft for this target."""
-        decoder = head_config(checkpoint, rope_theta)
+        decoder = full_head_config(checkpoint, rope_theta)
         weights = HeadWeights(checkpoint, target, RENAMES)
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
         h, eps = int(decoder.hidden_size), float(decoder.rms_norm_eps)
         mask = None
         if "mask_embedding" in weights:
@@ -110,7 +108,7 @@ class DFlashNetwork:
         heads = Heads.of(decoder)
         self._cache = KVCache(int(decoder.num_hidden_layers), slots, heads, target.dtype, target.device)
         positions = target.max_model_len + self.config.block
-        tables = RotaryTables.of(LlamaRotaryEmbedding(decoder).to(target.device), positions)
+        tables = head_rotary(decoder, positions, target.device)
         self._rotary = RotaryEmbedding(tables, torch.empty(1, dtype=target.dtype, device=target.device))
         self._fc = Linear(weights.take("fc.weight", h, len(self.config.layers) * target.hidden_size))
         self._context_norm, self._norm = (RMSNorm(weights.take(f"{n}.weight", h), eps) for n in ("hidden_norm", "norm"))

@@ -34,7 +34,7 @@ from paceline.drafting.speculator import Speculator
 from paceline.model.attention import ATTENTION, Heads, use_pass
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import is_llama_kind, layer_of
-from paceline.model.layer_weights import StateFusion
+from paceline.model.layer_weights import RotaryTables, StateFusion
 from paceline.model.layers import pad_rows
 from paceline.model.network_factory import log_once, make_attention
 from paceline.model.rows import Row
@@ -86,7 +86,7 @@ def load_mtp(
         embedding=target.embedding(),
         norm=layer.final_norm.weight,
         output=target.output,
-        rotary=rotary,
+        rotary=RotaryTables.of(rotary.to(target.device), target.max_model_len),
         feeds_back_normed=True,
         quantization=quantization,
     )
