@@ -13,13 +13,13 @@ every call has P * Q query rows.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -149,11 +149,16 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU memory that the kernel clears where it is first used: most slots are never used."""
+    """On a CPU memory that the kernel clears where it is first used: most slots are never used.
+
+    In small pages: a huge one of each head, as numpy asks for them, would be most of a small model's cache.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    untouched = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-    return untouched.view(dtype).view(shape)
+    untouched = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if (small_pages := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:
+        untouched.madvise(small_pages)
+    return torch.frombuffer(untouched, dtype=dtype).view(shape)
 
 
 class AttentionOptions(NamedTuple):
