@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+
+from paceline.grammar.gbnf import is_lark, lark_of
 
 PREAMBLE = '%llguidance {"no_forcing": true}\n'
 """Where a grammar forces text, llguidance would allow only one tokenization of it, and not always the same one."""
@@ -78,7 +79,7 @@ def grammar_from_text(text: str) -> str:
     if "%llguidance" in text:
         raise GrammarError("options of %llguidance cannot be set")
     try:
-        lark = str(any_to_lark(text))
+        lark = text if is_lark(text) else lark_of(text)
     except Exception as error:  # it raises errors of many types
         raise GrammarError(f"it cannot be read as GBNF: {error}") from error
     for part in _PART.finditer(lark):
