@@ -25,7 +25,8 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limit_of, short_error, with_ids_below
+from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.lark import LIMITS, PREAMBLE, faulty_part, limit_of, short_error, with_ids_below
 from paceline.launcher import die_with_parent
 
 TIME_MS = 250
@@ -101,7 +102,8 @@ def complaint(grammar: str) -> str:
     """The error of a grammar; empty: none."""
     parser = LLMatcher(_VOCABULARY, PREAMBLE + with_ids_below(BYTES, grammar), log_level=0, limits=LIMITS)
     if error := parser.get_error():
-        return short_error(error)
+        part = faulty_part(error, grammar)
+        return f"{part}: {short_error(error)}" if part else short_error(error)
     mask = parser.compute_bitmask()
     if limit := limit_of(parser):
         return limit

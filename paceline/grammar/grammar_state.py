@@ -27,7 +27,8 @@ from functools import cached_property, partial
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from paceline.config import SamplingParams
-from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limits, short_error
+from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.lark import LIMITS, PREAMBLE, limits, short_error
 from paceline.grammar.matcher import GrammarMatcher, Mask, Matcher, consume
 from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
 from paceline.grammar.reasoning_matcher import OpeningMatcher, ReasoningMatcher, reasoning_mask
