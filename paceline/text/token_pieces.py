@@ -16,10 +16,11 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def token_pieces(backend: Backend) -> list[bytes]:
     """Entry i: the bytes of token i inside a text. Raises ValueError if they depend on the other tokens."""
-    tokens = _tokens(backend)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
     decoders = set(_decoder_types(backend.decoder and json.loads(backend.decoder.__getstate__())))  # what pickle keeps
     if "ByteLevel" in decoders and decoders <= {"ByteLevel", "Fuse"}:
-        return [_byte_level(token) for token in tokens]
+        return byte_level_pieces(vocabulary)
+    tokens = _tokens(vocabulary)
     pieces = _in_context(backend, tokens)
     if "ByteFallback" in decoders:
         for id_, token in enumerate(tokens):
@@ -28,9 +29,13 @@ def token_pieces(backend: Backend) -> list[bytes]:
     return pieces
 
 
-def _tokens(backend: Backend) -> list[str]:
+def byte_level_pieces(vocabulary: Mapping[str, int]) -> list[bytes]:
+    """By id, the bytes of the tokens of a byte-level vocabulary."""
+    return [_byte_level(token) for token in _tokens(vocabulary)]
+
+
+def _tokens(vocabulary: Mapping[str, int]) -> list[str]:
     """The vocabulary by id; "" for an unused id."""
-    vocabulary = backend.get_vocab(with_added_tokens=True)
     tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
     for token, id_ in vocabulary.items():
         tokens[id_] = token

@@ -18,6 +18,7 @@ from paceline.core.messages import FinishReason
 from paceline.grammar import GrammarError
 from paceline.grammar.grammar_checker import GrammarChecker, complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
+from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.grammar.json_schema import SHORT_ESCAPES, llguidance_schema
 from paceline.llm import LLM
 from paceline.parsing import Content, OutputParser, ToolArguments, ToolCall
@@ -36,7 +37,7 @@ from tests.helpers.random_schemas import RECORDS
 SHIPPED = Tokenizer.load("pydoc")
 EOS = SHIPPED.token_id("<|im_end|>")
 assert EOS is not None
-COMPILER = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces))
+COMPILER = GrammarCompiler(GrammarVocabulary(lambda: SHIPPED), len(SHIPPED.pieces))
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
