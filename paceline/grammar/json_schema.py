@@ -79,8 +79,8 @@ def llguidance_schema(schema: Mapping[str, Any] | bool, options: Node, *, strict
 
 def unknown_keywords(text: str) -> list[str]:
     """The keywords that llguidance cannot keep to, by a warning or an error of its."""
-    match = _UNKNOWN.search(text)
-    return re.findall(r"[$\w/]+", next(filter(None, match.groups()))) if match else []
+    match = _UNKNOWN.search(text.replace("min/max", "minProperties, max"))
+    return re.findall(r"[$\w]+", next(filter(None, match.groups()))) if match else []
 
 
 class _Translation:
@@ -198,5 +198,9 @@ def _check_least(node: Node) -> None:
 
 
 _UNKNOWN = re.compile(
-    r"Unimplemented keys: \[(.*)\]|(oneOf) (?:constraints are )?not|(min/maxProperties) only|Unknown format: (pattern)$"
+    r"Unimplemented keys: \[(.*)\]"
+    r"|(oneOf) (?:constraints are )?not"
+    r"|(minProperties, maxProperties) only"
+    r"|Unknown format: (pattern)$"
 )
+"""The keywords in what llguidance says of those that it does not know, or not always."""

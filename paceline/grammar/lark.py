@@ -100,7 +100,8 @@ def short_error(error: str) -> str:
     """The reason in an error of llguidance, without the position, which is in text that the user did not write."""
     first, *rest = error.strip().splitlines() or [""]
     if keywords := unknown_keywords(first):
-        return f"a grammar cannot keep to {', '.join(keywords)}: `strict: false` leaves that out"
+        names = ", ".join(keywords)
+        return f"a grammar cannot keep to {names}: `strict: false` of a response format or a tool leaves it out"
     reasons = [line.removeprefix("error: ") for line in rest if line.startswith("error: ")]
     return ", ".join([_POSITION.sub("", first), *reasons])[:200]
 

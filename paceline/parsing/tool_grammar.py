@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 
 from paceline.grammar.grammar_error import GrammarError
 from paceline.grammar.lark import json_part
@@ -23,12 +24,14 @@ def forced_call_grammar(
     *,
     parallel: bool,
     reasoning: ReasoningFormat | None = None,
+    relaxed: Collection[str] = (),
 ) -> str:
     """Lark text: nothing but a call of one of these tools, or of any number of them if `parallel`.
 
     `tools`: the arguments are an object, whatever the schema says. A little white space may come before the first call.
-    `reasoning`: of the model. If the format of its calls has the reasoning in it, so has the grammar; otherwise the
-    grammar begins behind it, see `grammar_start`. Raises `GrammarError`.
+    `relaxed`: tools of whose schemas is left out what cannot be compiled. `reasoning`: of the model. If the format of
+    its calls has the reasoning in it, so has the grammar; otherwise the grammar begins behind it, see `grammar_start`.
+    Raises `GrammarError`.
     """
     if not tools:
         raise GrammarError("there is no tool that could be called")
@@ -42,18 +45,21 @@ def forced_call_grammar(
         thought = f"{written(reasoning.begin)} {rules.text_up_to(special.split(reasoning.end))}"
         before = f"({thought} {before})*"
     call = rules.one_of(
-        [rules.add(_call(tool_format, name, schema, special), comment=name) for name, schema in tools.items()]
+        [
+            rules.add(_call(tool_format, name, schema, special, strict=name not in relaxed), comment=name)
+            for name, schema in tools.items()
+        ]
     )
     more = f"({written(tool_format.separator)} {call})*" if parallel else ""
     return rules.grammar(f"{SPACE} {before} {call} {more} {written(tool_format.closing)}")
 
 
-def _call(tool_format: ToolFormat, name: str, schema: JsonSchema, special: SpecialTokens) -> str:
+def _call(tool_format: ToolFormat, name: str, schema: JsonSchema, special: SpecialTokens, *, strict: bool) -> str:
     if json.dumps(name, ensure_ascii=False) != f'"{name}"':
         raise GrammarError(f"the tool name {name!r} has a quotation mark, a backslash or a control character")
     head = merged([*special.split(tool_format.begin), name, *special.split(tool_format.middle)])
     try:
-        arguments = json_part({"type": "object", **schema})
+        arguments = json_part({"type": "object", **schema}, strict=strict)
     except GrammarError as error:
         raise GrammarError(f"{name}: {error}") from None
     return f"{lark_parts(head)} {arguments} {lark_parts(special.split(tool_format.end))}"

@@ -237,7 +237,7 @@ async def test_fifty_tools_are_within_the_limits() -> None:
     assert grammar != await checks.checked(ForcedCalls(HERMES, tools, parallel=False), SHIPPED)
     await checks.close()
     checker = GrammarChecker()
-    await checker.check(grammar)
+    await checker.check(grammar.text)
     await checker.close()
 
 
