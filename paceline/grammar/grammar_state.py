@@ -77,6 +77,10 @@ class GrammarCompiler:
         """`model`: a name, see `paceline.model_names`."""
         return cls(GrammarVocabulary.of(model), vocabulary_size)
 
+    def prepare(self) -> None:
+        """Begin to make the vocabulary."""
+        _ = self._vocabulary.made
+
     def start(
         self, grammar: str, stop_token_ids: Iterable[int], output: Sequence[int], gate: ReasoningGate = ALWAYS
     ) -> GrammarState:

@@ -110,6 +110,8 @@ def faulty_part(error: str, grammar: str) -> str:
     """The comment behind the rule that an error of llguidance is about; "": none."""
     position = _POSITION.match(error)
     line = f"{PREAMBLE}{grammar}".splitlines()[int(position["line"]) - 1] if position else ""
+    if not line.startswith("rule_"):  # a user's own
+        return ""
     comments = [part[0] for part in _PART.finditer(line) if part[0].startswith("//")]
     return comments[-1].removeprefix("//").strip() if comments else ""
 

@@ -19,7 +19,7 @@ from paceline.text.chat_template import ChatTemplate
 from paceline.text.gguf_tokenizer import gguf_backend, gguf_chat_template, gguf_special_tokens
 from paceline.text.gguf_vocabulary import BYTE_LEVEL, gguf_vocabulary
 from paceline.text.prefix_space import without_prefix_space
-from paceline.text.token_pieces import byte_level_pieces, token_pieces
+from paceline.text.token_pieces import byte_level_pieces, is_byte_level, token_pieces
 
 FAKE_MODEL_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -171,14 +171,35 @@ class Tokenizer:
 
 
 def token_texts(model: str) -> TokenTexts:
-    """Of a model by name, without the tokenizer if its file says enough. Raises as `Tokenizer.load`, and ValueError if
-    the tokenizer cannot decode token by token."""
+    """Of a model by name. A byte-level vocabulary is read without its tokenizer, which takes three times as long.
+
+    Raises as `Tokenizer.load`, and ValueError if the tokenizer cannot decode token by token.
+    """
     location = resolve_model(model)
-    if is_gguf(location) and (vocabulary := gguf_vocabulary(GgufFile.open(location))).model == BYTE_LEVEL:
-        special = frozenset(id_ for id_ in vocabulary.added.values() if vocabulary.is_special(id_))
-        return TokenTexts(byte_level_pieces(vocabulary.ids), special)
+    texts = _gguf_texts(GgufFile.open(location)) if is_gguf(location) else _folder_texts(Path(location))
+    if texts is not None:
+        return texts
     tokenizer = Tokenizer.load(model)
     return TokenTexts(tokenizer.pieces, tokenizer.special_ids)
+
+
+def _gguf_texts(file: GgufFile) -> TokenTexts | None:
+    vocabulary = gguf_vocabulary(file)
+    if vocabulary.model != BYTE_LEVEL:
+        return None
+    special = frozenset(id_ for id_ in vocabulary.added.values() if vocabulary.is_special(id_))
+    return TokenTexts(byte_level_pieces(vocabulary.ids), special)
+
+
+def _folder_texts(folder: Path) -> TokenTexts | None:
+    content = _read_json(folder / "tokenizer.json")
+    if not is_byte_level(content.get("decoder")):
+        return None
+    added = content.get("added_tokens", [])
+    ids = content["model"]["vocab"] | {each["content"]: each["id"] for each in added}
+    special = {each["content"] for each in added if each["special"]}
+    special.update(_named_tokens(_read_json(folder / "tokenizer_config.json")).values())
+    return TokenTexts(byte_level_pieces(ids), frozenset(ids[token] for token in special if token in ids))
 
 
 def vocabulary_fingerprint(model: str) -> str:
