@@ -48,13 +48,13 @@ def serve_engine(pipe: Pipe, options: argparse.Namespace) -> None:
 
 def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
     """Raises `StartError` or `ModelNotFoundError`."""
-    vocabulary = GrammarVocabulary.of(model_name)
-    making = vocabulary.made  # while the model is loaded
     try:
         here = speculation.draft_placement == "target"
         config = plan_memory(config, speculation, model_name, target=True, draft=here)
     except ValueError as error:
         raise StartError(f"--model {model_name} cannot be loaded: {error}") from error
+    vocabulary = GrammarVocabulary.of(model_name)
+    making = vocabulary.made  # while the model is loaded
     model = load_model(model_name, config)
     drafting = build_drafting(model, pipe, speculation, config, vocabulary)
     cost = model_row_cost(model, config.max_num_batched_rows, config.threads)
