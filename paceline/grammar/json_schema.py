@@ -52,7 +52,9 @@ DROPPED: dict[str, Callable[[Node], bool]] = {
     "propertyNames": lambda node: _names_any(node["propertyNames"]),
     "dependentRequired": lambda node: not node["dependentRequired"],
     "dependentSchemas": lambda node: not node["dependentSchemas"],
-    "unevaluatedItems": lambda node: node["unevaluatedItems"] in (True, {}) or "items" in node,
+    "unevaluatedItems": lambda node: (
+        node["unevaluatedItems"] in (True, {}) or isinstance(node.get("items"), dict | bool)
+    ),
     "unevaluatedProperties": lambda node: node["unevaluatedProperties"] in (True, {}) or "additionalProperties" in node,
 }
 """Keywords that say nothing beside such keywords. Later ones see what earlier ones leave."""
@@ -123,8 +125,7 @@ class _Translation:
             if keyword in node and says_nothing(node):
                 del node[keyword]
         if not self._strict and LOOK_AROUND.search(str(node.get("pattern", ""))):
-            del node["pattern"]
-            node["format"] = PATTERN_LEFT_OUT
+            _leave_pattern_out(node)
         _check_least(node)
         free = node.get("additionalProperties") is not False
         self.confusable |= free and any(node.get(key) for key in ("properties", "required", "patternProperties"))
@@ -140,6 +141,12 @@ class _Translation:
         if not isinstance(found, Mapping) or found.keys() - ANNOTATIONS - TEXT_KEYWORDS:
             return value
         return self.schema(found)
+
+
+def _leave_pattern_out(node: Node) -> None:
+    del node["pattern"]
+    others = node.get("allOf")
+    node["allOf"] = [*(others if isinstance(others, list) else []), {"format": PATTERN_LEFT_OUT}]
 
 
 def _names_any(names: Any) -> bool:
@@ -184,7 +191,7 @@ def _close(node: Node) -> None:
     if {*APPLICATORS, "contains"} & node.keys():
         return
     for unevaluated, additional in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        if unevaluated in node:
+        if unevaluated in node and not isinstance(node.get(additional), list):
             node.setdefault(additional, node.pop(unevaluated))
 
 

@@ -118,6 +118,7 @@ async def test_grpc_says_it_in_metadata(stack: Stack) -> None:
         ({"if": {"type": "null"}, "then": False, "else": True}, ["else", "if", "then"], "null"),
         ({"oneOf": [{"type": "integer"}, {"multipleOf": 2}]}, ["oneOf"], "2"),
         ({"pattern": "^(?!a)", "type": "string"}, ["pattern"], '"a"'),
+        ({"pattern": "^(?!a)", "type": "string", "format": "date"}, ["pattern"], '"2026-11-28"'),
         ({"dependentRequired": {"a": ["b"]}, "type": "object"}, ["dependentRequired"], '{"a": 1}'),
         (
             {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1},
@@ -134,3 +135,9 @@ def test_the_rest_of_the_schema_is_kept_to(schema: dict[str, Any], left_out: lis
     assert accepts(grammar, f"[{text}]")
     assert not accepts(grammar, "[]")
     assert examined(grammar_from_schema({"items": schema}))[0]
+
+
+def test_a_format_beside_a_pattern_that_is_left_out_is_kept_to() -> None:
+    grammar = grammar_from_schema({"type": "string", "format": "date", "pattern": "^(?!a)"}, strict=False)
+    assert accepts(grammar, '"2026-11-28"')
+    assert not accepts(grammar, '"b"')

@@ -69,3 +69,8 @@ def test_a_broken_schema_is_llguidance_s_to_refuse(schema: Any, strict: bool) ->
 def test_keys_that_are_described_by_themselves_are_refused() -> None:
     schema = {"$ref": "#/$defs/a", "$defs": {"a": {"propertyNames": {"$ref": "#/$defs/a"}}}}
     assert "propertyNames" in complaint(grammar_from_schema(schema))
+
+
+def test_items_in_their_older_form_leave_others_unevaluated() -> None:
+    refused = complaint(grammar_from_schema({"items": [INTEGER], "unevaluatedItems": False}))
+    assert "unevaluatedItems" in refused
