@@ -71,6 +71,8 @@ class GenerationRequest:
     """Stop tokens that the model brought and the client did not name: `stop_reason` does not report them."""
     client_request_id: str = ""
     """The id that the client chose for the API request; "": none."""
+    left_out_keywords: Sequence[str] = ()
+    """Of its schemas with `strict: false`: the output is not kept to them."""
     attempt: str = ""
     """Distinguishes, at targets, a request that is taken over from what its earlier gateway still runs; "": the first
     attempt."""

@@ -4,8 +4,8 @@ A grammar is text in llguidance's dialect of Lark. `lark` translates JSON schema
 it, so that only one kind goes over the wire. `grammar_state` follows a grammar token by token, and needs numpy.
 """
 
+from paceline.grammar.grammar_error import GrammarError
 from paceline.grammar.lark import (
-    GrammarError,
     grammar_from_choices,
     grammar_from_regex,
     grammar_from_schema,

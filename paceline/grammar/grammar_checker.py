@@ -6,10 +6,10 @@ vocabulary of single bytes: the cost hardly depends on the vocabulary. Ids of sp
 The process is a fork of one that has imported everything, which takes milliseconds.
 
     checker = GrammarChecker()
-    await checker.check(grammar)
+    left_out = await checker.check(grammar)
 
 `python -m paceline.grammar.grammar_checker SECONDS BYTES` is the process that forks: it reads a grammar as JSON on each
-line, and writes its error as JSON, empty if it has none.
+line, and writes as JSON its error, empty if it has none, and the keywords that are left out of its schemas.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
+from typing import TypeAlias
 
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limit_of, short_error, with_ids_below
+from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.json_schema import unknown_keywords
+from paceline.grammar.lark import LIMITS, PREAMBLE, faulty_part, limit_of, short_error, with_ids_below
 from paceline.launcher import die_with_parent
 
 TIME_MS = 250
@@ -35,6 +38,8 @@ MEMORY_BYTES = 128 * 2**20
 PROCESSES = 2
 LONGEST_LINE = 2**20
 BYTES = 256
+Findings: TypeAlias = tuple[str, list[str]]
+"""The error of a grammar, empty if it has none, and the keywords that are left out of its schemas."""
 
 
 class GrammarChecker:
@@ -46,15 +51,19 @@ class GrammarChecker:
         for each in self._processes:
             self._idle.put_nowait(each)
 
-    async def check(self, grammar: str) -> None:
-        """Raises `GrammarError` if the grammar cannot be compiled, costs too much, or allows no text."""
+    async def check(self, grammar: str) -> list[str]:
+        """The keywords that are left out of schemas with `strict: false`.
+
+        Raises `GrammarError` if the grammar cannot be compiled, costs too much, or allows no text.
+        """
         process = await self._idle.get()
         try:
-            error = await process.check(grammar)
+            error, left_out = await process.check(grammar)
         finally:
             self._idle.put_nowait(process)
         if error:
             raise GrammarError(error)
+        return left_out
 
     async def close(self) -> None:
         """End the processes. Calls of `check` that still wait are not finished."""
@@ -67,8 +76,7 @@ class _Process:
         self._time_s, self._memory_bytes = time_s, memory_bytes
         self._process: Process | None = None
 
-    async def check(self, grammar: str) -> str:
-        """The error of a grammar; empty: none."""
+    async def check(self, grammar: str) -> Findings:
         try:
             if self._process is None:
                 limits = str(self._time_s), str(self._memory_bytes)
@@ -81,12 +89,13 @@ class _Process:
             assert stdout is not None
             stdin.write(json.dumps(grammar).encode() + b"\n")
             if line := await stdout.readline():
-                return str(json.loads(line))
+                error, left_out = json.loads(line)
+                return str(error), left_out
         except asyncio.CancelledError:
             await self.end()
             raise
         await self.end()
-        return "the process that compiles grammars has ended: try again"
+        return "the process that compiles grammars has ended: try again", []
 
     async def end(self) -> None:
         process, self._process = self._process, None
@@ -99,15 +108,20 @@ class _Process:
 
 def complaint(grammar: str) -> str:
     """The error of a grammar; empty: none."""
+    return examined(grammar)[0]
+
+
+def examined(grammar: str) -> Findings:
     parser = LLMatcher(_VOCABULARY, PREAMBLE + with_ids_below(BYTES, grammar), log_level=0, limits=LIMITS)
     if error := parser.get_error():
-        return short_error(error)
+        part = faulty_part(error, grammar)
+        return f"{part}: {short_error(error)}" if part else short_error(error), []
     mask = parser.compute_bitmask()
     if limit := limit_of(parser):
-        return limit
-    if any(mask[: BYTES // 8]):
-        return ""
-    return "only the empty text fits it" if parser.is_accepting() else "no text fits it"
+        return limit, []
+    if not any(mask[: BYTES // 8]):
+        return "only the empty text fits it" if parser.is_accepting() else "no text fits it", []
+    return "", sorted({each for warning in parser.get_grammar_warnings() for each in unknown_keywords(warning)})
 
 
 def main() -> None:
@@ -119,14 +133,14 @@ def main() -> None:
         ours, theirs = os.pipe()
         if not (child := os.fork()):
             _limit(time_s, memory_bytes)
-            os.write(theirs, json.dumps(complaint(json.loads(line))).encode())
+            os.write(theirs, json.dumps(examined(json.loads(line))).encode())
             os._exit(0)
         os.close(theirs)
         with os.fdopen(ours, "rb") as pipe:
             result = pipe.read().decode()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code:
-            result = json.dumps(slow if code == -signal.SIGPROF else large)
+            result = json.dumps((slow if code == -signal.SIGPROF else large, []))
         sys.stdout.write(result + "\n")
         sys.stdout.flush()
 

@@ -18,21 +18,21 @@ A grammar may begin only behind a model's reasoning (`reasoning_gate`). Then par
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits
 
 from paceline.config import SamplingParams
-from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limits, short_error
+from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.grammar_vocabulary import GrammarVocabulary
+from paceline.grammar.lark import LIMITS, PREAMBLE, limits, short_error
 from paceline.grammar.matcher import GrammarMatcher, Mask, Matcher, consume
 from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
 from paceline.grammar.reasoning_matcher import OpeningMatcher, ReasoningMatcher, reasoning_mask
-from paceline.model_names import ModelNotFoundError
-from paceline.text import Tokenizer
 
 CACHED_GRAMMARS = 16
 """Compiled grammars kept. A hostile one takes up to 100 MB, a usual one some megabytes."""
@@ -49,22 +49,25 @@ class CompiledGrammar:
     """The parser that requests copy; it is never advanced itself."""
 
     parser: LLMatcher
+    end: int
+    """See `GrammarMatcher`."""
     bits: bytes | None = None
     """The mask, if the parser cannot compute it within its limits."""
 
     def matcher(self, size: int, stops: Sequence[int], since: Sequence[int] = ()) -> GrammarMatcher | None:
         """The state after these tokens; None if the grammar does not allow them. For the rest see `GrammarMatcher`."""
         parser = self.parser.deep_copy()
-        return GrammarMatcher(parser, size, stops, None if since else self.bits) if consume(parser, since) else None
+        bits = None if since else self.bits
+        return GrammarMatcher(parser, size, self.end, stops, bits) if consume(parser, since) else None
 
 
 class GrammarCompiler:
     """Compiles grammars for one vocabulary in its own threads, so that decoding does not wait."""
 
-    def __init__(self, tokenizer: Callable[[], Tokenizer], vocabulary_size: int) -> None:
-        """`tokenizer` is called before the first grammar is compiled; its tokens beyond the size are never drawn."""
+    def __init__(self, vocabulary: GrammarVocabulary, vocabulary_size: int) -> None:
+        """`vocabulary_size`: of the model. The vocabulary's tokens beyond it are never drawn."""
         self.vocabulary_size = vocabulary_size
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._replays = ThreadPoolExecutor(1, "grammars anew")  # they take longer
@@ -72,7 +75,11 @@ class GrammarCompiler:
     @classmethod
     def of(cls, model: str, vocabulary_size: int) -> GrammarCompiler:
         """`model`: a name, see `paceline.model_names`."""
-        return cls(lambda: Tokenizer.load(model), vocabulary_size)
+        return cls(GrammarVocabulary.of(model), vocabulary_size)
+
+    def prepare(self) -> None:
+        """Begin to make the vocabulary."""
+        _ = self._vocabulary.made
 
     def start(
         self, grammar: str, stop_token_ids: Iterable[int], output: Sequence[int], gate: ReasoningGate = ALWAYS
@@ -106,18 +113,21 @@ class GrammarCompiler:
         return self._compiled[grammar]
 
     def _begin(self, grammar: str) -> CompiledGrammar:
-        return CompiledGrammar(self._compile(grammar, LIMITS))
+        return self._compiled_grammar(self._compile(grammar, LIMITS))
 
     def _replay(self, grammar: str, output: Sequence[int]) -> CompiledGrammar:
         parser = self._after(grammar, output, REPLAY_LIMITS)
         parser.compute_bitmask()
         if not parser.is_error():
-            return CompiledGrammar(parser)
+            return self._compiled_grammar(parser)
         patient = self._after(grammar, output, PATIENT_LIMITS)
         bits = patient.compute_bitmask()
         if patient.is_error():
-            return CompiledGrammar(patient)
-        return CompiledGrammar(self._after(grammar, output, REPLAY_LIMITS), bits)
+            return self._compiled_grammar(patient)
+        return self._compiled_grammar(self._after(grammar, output, REPLAY_LIMITS), bits)
+
+    def _compiled_grammar(self, parser: LLMatcher, bits: bytes | None = None) -> CompiledGrammar:
+        return CompiledGrammar(parser, self._vocabulary.end, bits)
 
     def _after(self, grammar: str, output: Sequence[int], limits: LLParserLimits) -> LLMatcher:
         parser = self._compile(grammar, limits)
@@ -126,36 +136,10 @@ class GrammarCompiler:
         return parser
 
     def _compile(self, grammar: str, limits: LLParserLimits) -> LLMatcher:
-        parser = LLMatcher(self._vocabulary, PREAMBLE + grammar, log_level=0, limits=limits)
+        parser = LLMatcher(self._vocabulary.made.result(), PREAMBLE + grammar, log_level=0, limits=limits)
         if error := parser.get_error():
             raise GrammarError(short_error(error))
         return parser
-
-    @cached_property
-    def _vocabulary(self) -> LLTokenizer:
-        """Raises `GrammarError` if the text of the tokens is not known."""
-        try:
-            tokenizer = self._tokenizer()
-            pieces = tokenizer.pieces[: self.vocabulary_size]
-        except (ModelNotFoundError, ValueError) as error:
-            raise GrammarError(f"this model cannot follow grammars: {error}") from error
-        return LLTokenizer(TokenizerWrapper(_VocabularyAdapter(pieces, tokenizer.special_ids, self.vocabulary_size)))
-
-
-class _VocabularyAdapter:
-    """A vocabulary in llguidance's form, with one additional token: the end of a text."""
-
-    bos_token_id = None
-
-    def __init__(self, pieces: Sequence[bytes], special_ids: Iterable[int], size: int) -> None:
-        unused = [b""] * (size - len(pieces))
-        self.eos_token_id = size
-        self.tokens = [*pieces, *unused, b"<end>"]
-        self.special_token_ids = [*(token for token in special_ids if token < size), size]
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Tokenizing is only needed for forced text, which is switched off."""
-        return []
 
 
 @dataclass(slots=True)

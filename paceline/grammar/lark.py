@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+
+from paceline.grammar.gbnf import is_lark, lark_of
+from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.json_schema import llguidance_schema, unknown_keywords
 
 PREAMBLE = '%llguidance {"no_forcing": true}\n'
 """Where a grammar forces text, llguidance would allow only one tokenization of it, and not always the same one."""
@@ -36,19 +39,20 @@ def limits(
 LIMITS = limits()
 
 
-class GrammarError(ValueError):
-    """A grammar that cannot be used; the message says why."""
+def grammar_from_schema(
+    schema: Mapping[str, Any] | bool, white_space: str | None = WHITE_SPACE, *, strict: bool = True
+) -> str:
+    """JSON that a schema describes. `white_space`: a regular expression for the text between its parts; None: none.
+
+    `strict`: false leaves out keywords that cannot be compiled. Raises `GrammarError`.
+    """
+    return f"start: {json_part(schema, white_space, strict=strict)}"
 
 
-def grammar_from_schema(schema: Mapping[str, Any] | bool, white_space: str | None = WHITE_SPACE) -> str:
-    """JSON that a schema describes. `white_space`: a regular expression for the text between its parts; None: none."""
-    return f"start: {json_part(schema, white_space)}"
-
-
-def json_part(schema: Mapping[str, Any] | bool, white_space: str | None = WHITE_SPACE) -> str:
-    """JSON that a schema describes, as a part of a rule."""
+def json_part(schema: Mapping[str, Any] | bool, white_space: str | None = WHITE_SPACE, *, strict: bool = True) -> str:
+    """JSON that a schema describes, as a part of a rule. See `grammar_from_schema`."""
     options = {"whitespace_flexible": False} if white_space is None else {"whitespace_pattern": white_space}
-    whole = {"x-guidance": options, **schema} if isinstance(schema, Mapping) else schema
+    whole = llguidance_schema(schema, options, strict=strict)
     return f"%json {json.dumps(whole, separators=(',', ':'))}"
 
 
@@ -78,7 +82,7 @@ def grammar_from_text(text: str) -> str:
     if "%llguidance" in text:
         raise GrammarError("options of %llguidance cannot be set")
     try:
-        lark = str(any_to_lark(text))
+        lark = text if is_lark(text) else lark_of(text)
     except Exception as error:  # it raises errors of many types
         raise GrammarError(f"it cannot be read as GBNF: {error}") from error
     for part in _PART.finditer(lark):
@@ -95,8 +99,21 @@ def with_ids_below(size: int, grammar: str) -> str:
 def short_error(error: str) -> str:
     """The reason in an error of llguidance, without the position, which is in text that the user did not write."""
     first, *rest = error.strip().splitlines() or [""]
+    if keywords := unknown_keywords(first):
+        names = ", ".join(keywords)
+        return f"a grammar cannot keep to {names}: `strict: false` of a response format or a tool leaves it out"
     reasons = [line.removeprefix("error: ") for line in rest if line.startswith("error: ")]
     return ", ".join([_POSITION.sub("", first), *reasons])[:200]
+
+
+def faulty_part(error: str, grammar: str) -> str:
+    """The comment behind the rule that an error of llguidance is about; "": none."""
+    position = _POSITION.match(error)
+    line = f"{PREAMBLE}{grammar}".splitlines()[int(position["line"]) - 1] if position else ""
+    if not line.startswith("rule_"):  # a user's own
+        return ""
+    comments = [part[0] for part in _PART.finditer(line) if part[0].startswith("//")]
+    return comments[-1].removeprefix("//").strip() if comments else ""
 
 
 def limit_of(parser: LLMatcher) -> str:
@@ -105,7 +122,7 @@ def limit_of(parser: LLMatcher) -> str:
     return "" if error.startswith(("NoExtension", "Parser Error")) else error
 
 
-_POSITION = re.compile(r"^(at )?\d+\(\d+\): ")
+_POSITION = re.compile(r"^(at )?(?P<line>\d+)\(\d+\): ")
 _PART = re.compile(
     r"""
     "(?:\\.|[^"\\])*"       # a text: of Lark, or inside JSON

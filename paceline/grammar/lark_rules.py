@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
-from paceline.grammar.lark import GrammarError, text_part
+from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.lark import text_part
 from paceline.grammar.special_tokens import TextOrToken, lark_parts
 
 ANY_TEXT = "/(?s:.*)/"
@@ -21,10 +22,10 @@ class LarkRules:
         self._lines = ["TEXT: /(?s:.+)/"]
         self._length = 0
 
-    def add(self, body: str, options: str = "") -> str:
-        """The name of a new rule with this body."""
+    def add(self, body: str, options: str = "", comment: str = "") -> str:
+        """The name of a new rule with this body. `comment`: one line, with which errors in the rule begin."""
         name = f"rule_{len(self._lines)}"
-        self._append(f"{name}{options}: {body}")
+        self._append(f"{name}{options}: {body}" + (f" // {comment}" if comment else ""))
         return name
 
     def one_of(self, bodies: Sequence[str]) -> str:

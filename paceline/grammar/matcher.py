@@ -73,10 +73,14 @@ class Matcher(ABC):
 
 @dataclass
 class GrammarMatcher(Matcher):
-    """A parser after some tokens. `size`: of the vocabulary, V. `stops`: tokens that end a request."""
+    """A parser after some tokens. `size`: of the vocabulary, V. `stops`: tokens that end a request.
+
+    `end`: llguidance's end of a text. The model's tokens from there on have no text.
+    """
 
     parser: LLMatcher
     size: int
+    end: int
     stops: Sequence[int]
     bits: bytes | None = None
     """The mask, see `CompiledGrammar`; None: the parser computes it."""
@@ -95,10 +99,10 @@ class GrammarMatcher(Matcher):
         )
 
     def _advanced(self, token: int) -> GrammarMatcher | None:
-        if token >= self.size:  # the vocabulary's size is llguidance's end token
+        if token >= min(self.size, self.end):
             return None
         parser = self.parser.deep_copy()
-        return GrammarMatcher(parser, self.size, self.stops) if consume(parser, [token]) else None
+        return GrammarMatcher(parser, self.size, self.end, self.stops) if consume(parser, [token]) else None
 
     @cached_property
     def can_continue(self) -> bool:
@@ -109,6 +113,7 @@ class GrammarMatcher(Matcher):
         """Tokens [V] that continue the text."""
         bits = self.bits or self.parser.compute_bitmask()
         mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self.size, bitorder="little").view(np.bool_)
+        mask[self.end :] = False
         return np.zeros_like(mask) if self.parser.is_stopped() else mask
 
     @cached_property

@@ -3,13 +3,15 @@
 from paceline.text.chat_template import ChatTemplate, ChatTemplateError
 from paceline.text.detokenizer import Detokenizer
 from paceline.text.stop_strings import StopStrings
-from paceline.text.tokenizer import Tokenizer, vocabulary_fingerprint
+from paceline.text.tokenizer import Tokenizer, TokenTexts, token_texts, vocabulary_fingerprint
 
 __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
     "Detokenizer",
     "StopStrings",
+    "TokenTexts",
     "Tokenizer",
+    "token_texts",
     "vocabulary_fingerprint",
 ]

@@ -16,21 +16,32 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def token_pieces(backend: Backend) -> list[bytes]:
     """Entry i: the bytes of token i inside a text. Raises ValueError if they depend on the other tokens."""
-    tokens = _tokens(backend)
-    decoders = set(_decoder_types(backend.decoder and json.loads(backend.decoder.__getstate__())))  # what pickle keeps
-    if "ByteLevel" in decoders and decoders <= {"ByteLevel", "Fuse"}:
-        return [_byte_level(token) for token in tokens]
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    decoder = backend.decoder and json.loads(backend.decoder.__getstate__())  # what pickle keeps
+    if is_byte_level(decoder):
+        return byte_level_pieces(vocabulary)
+    tokens = _tokens(vocabulary)
     pieces = _in_context(backend, tokens)
-    if "ByteFallback" in decoders:
+    if "ByteFallback" in _decoder_types(decoder):
         for id_, token in enumerate(tokens):
             if byte := BYTE_TOKEN.fullmatch(token):
                 pieces[id_] = bytes.fromhex(byte[1])
     return pieces
 
 
-def _tokens(backend: Backend) -> list[str]:
+def is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    """Whether a token's spelling alone says its bytes, by the decoder as tokenizer.json has it."""
+    decoders = set(_decoder_types(decoder))
+    return "ByteLevel" in decoders and decoders <= {"ByteLevel", "Fuse"}
+
+
+def byte_level_pieces(vocabulary: Mapping[str, int]) -> list[bytes]:
+    """By id, the bytes of the tokens of a byte-level vocabulary."""
+    return [_byte_level(token) for token in _tokens(vocabulary)]
+
+
+def _tokens(vocabulary: Mapping[str, int]) -> list[str]:
     """The vocabulary by id; "" for an unused id."""
-    vocabulary = backend.get_vocab(with_added_tokens=True)
     tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
     for token, id_ in vocabulary.items():
         tokens[id_] = token

@@ -8,7 +8,7 @@ from functools import cached_property
 from hashlib import sha256
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -18,15 +18,22 @@ from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_mo
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.chat_template_files import DEFAULT, TOOL_USE, folder_templates, gguf_templates
 from paceline.text.gguf_tokenizer import gguf_backend, gguf_special_tokens
-from paceline.text.gguf_vocabulary import gguf_vocabulary
+from paceline.text.gguf_vocabulary import BYTE_LEVEL, gguf_vocabulary
 from paceline.text.prefix_space import without_prefix_space
-from paceline.text.token_pieces import token_pieces
+from paceline.text.token_pieces import byte_level_pieces, is_byte_level, token_pieces
 
 FAKE_MODEL_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 RELEASE_GIL_FROM = 4096
 """Characters or tokens from which on Python's global lock is released. `tokenizers` releases it for batches, but holds
 it through a single text, which may take seconds."""
+
+
+class TokenTexts(NamedTuple):
+    """What the tokens of a vocabulary are as text. See `Tokenizer`, which has the same attributes."""
+
+    pieces: list[bytes]
+    special_ids: frozenset[int]
 
 
 class Tokenizer:
@@ -193,6 +200,38 @@ class Tokenizer:
         marked = {id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special}
         named = (self._backend.token_to_id(token) for token in self.special_tokens.values())
         return frozenset(marked | {id_ for id_ in named if id_ is not None})
+
+
+def token_texts(model: str) -> TokenTexts:
+    """Of a model by name. A byte-level vocabulary is read without its tokenizer, which takes three times as long.
+
+    Raises as `Tokenizer.load`, and ValueError if the tokenizer cannot decode token by token.
+    """
+    location = resolve_model(model)
+    texts = _gguf_texts(GgufFile.open(location)) if is_gguf(location) else _folder_texts(Path(location))
+    if texts is not None:
+        return texts
+    tokenizer = Tokenizer.load(model)
+    return TokenTexts(tokenizer.pieces, tokenizer.special_ids)
+
+
+def _gguf_texts(file: GgufFile) -> TokenTexts | None:
+    vocabulary = gguf_vocabulary(file)
+    if vocabulary.model != BYTE_LEVEL:
+        return None
+    special = frozenset(id_ for id_ in vocabulary.added.values() if vocabulary.is_special(id_))
+    return TokenTexts(byte_level_pieces(vocabulary.ids), special)
+
+
+def _folder_texts(folder: Path) -> TokenTexts | None:
+    content = _read_json(folder / "tokenizer.json")
+    if not is_byte_level(content.get("decoder")):
+        return None
+    added = content.get("added_tokens", [])
+    ids = content["model"]["vocab"] | {each["content"]: each["id"] for each in added}
+    special = {each["content"] for each in added if each["special"]}
+    special.update(_named_tokens(_read_json(folder / "tokenizer_config.json")).values())
+    return TokenTexts(byte_level_pieces(ids), frozenset(ids[token] for token in special if token in ids))
 
 
 def vocabulary_fingerprint(model: str) -> str:

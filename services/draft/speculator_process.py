@@ -21,6 +21,8 @@ from paceline_services.model_entrypoint import as_start_errors, build_configured
 def serve_speculator(pipe: Pipe, options: argparse.Namespace) -> None:
     """Build the speculator, and run the draft loop until the pipe closes."""
     speculator = load_speculator(options.speculative_config, options.engine_config, options.target_model)
+    if speculator.grammars is not None:
+        speculator.grammars.prepare()
     freeze_gc_heap()
     pipe.send(Ready(SpeculatorFacts.of(speculator)))
     DraftLoop(speculator, pipe).run()

@@ -49,7 +49,9 @@ MESSAGE = object_of(
     reasoning=TEXT,
     tool_calls=list_of(CALL),
 )
-HEAD: Json = {"id": TEXT, "object": TEXT, "created": NUMBER, "model": TEXT, "system_fingerprint": TEXT}
+LEFT_OUT: Json = {"left_out_keywords": list_of(TEXT)}
+"""The keywords of schemas with `strict: false` to which the output is not kept. Absent if there are none."""
+HEAD: Json = {"id": TEXT, "object": TEXT, "created": NUMBER, "model": TEXT, "system_fingerprint": TEXT, **LEFT_OUT}
 CHOICE: Json = {"index": NUMBER, "logprobs": {"type": ["object", "null"]}, "finish_reason": FINISH}
 PROMPT_LOGPROBS: Json = {"type": ["array", "null"], "items": {"type": ["object", "null"]}}
 CARD = object_of(id=TEXT, object=TEXT, created=NUMBER, owned_by=TEXT, max_model_len={"type": ["integer", "null"]})

@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import time
+from concurrent import futures
 
 from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
 from paceline.drafting import build_lookups, complete_config
@@ -13,6 +14,8 @@ from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftC
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import EngineInfo
+from paceline.grammar.grammar_state import GrammarCompiler
+from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
@@ -50,11 +53,15 @@ def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation:
         config = plan_memory(config, speculation, model_name, target=True, draft=here)
     except ValueError as error:
         raise StartError(f"--model {model_name} cannot be loaded: {error}") from error
+    vocabulary = GrammarVocabulary.of(model_name)
+    making = vocabulary.made  # while the model is loaded
     model = load_model(model_name, config)
-    drafting = build_drafting(model, pipe, speculation, config)
+    drafting = build_drafting(model, pipe, speculation, config, vocabulary)
     cost = model_row_cost(model, config.max_num_batched_rows, config.threads)
     lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
-    return Engine(model, config, speculation, drafting, cost, lookup_clients=lookups)
+    grammars = GrammarCompiler(vocabulary, model.vocabulary_size)
+    futures.wait([making])  # a request's first grammar would stop all others for as long
+    return Engine(model, config, speculation, drafting, cost, lookup_clients=lookups, grammars=grammars)
 
 
 def load_model(name: str, config: EngineConfig) -> Model:
@@ -70,8 +77,12 @@ def load_model(name: str, config: EngineConfig) -> Model:
     return model
 
 
-def build_drafting(model: Model, pipe: Pipe, speculation: SpeculativeConfig, config: EngineConfig) -> DraftClient:
+def build_drafting(
+    model: Model, pipe: Pipe, speculation: SpeculativeConfig, config: EngineConfig, vocabulary: GrammarVocabulary
+) -> DraftClient:
     """Return the target's draft client: remote workers, a speculator in this process, or none.
+
+    `vocabulary`: of the target.
 
     Raises `StartError` if a local speculator cannot be built or has another vocabulary.
     """
@@ -87,6 +98,8 @@ def build_drafting(model: Model, pipe: Pipe, speculation: SpeculativeConfig, con
             f"{local.model} and {model.name} have different vocabularies: "
             f"choose a draft model that shares the target's tokenizer, {MAPPING_HINT}"
         )
+    if local.grammars is not None:
+        local.grammars = GrammarCompiler(vocabulary, local.vocabulary_size)
     return LocalDraftClient(local)
 
 

@@ -105,7 +105,11 @@ STRUCTURES: dict[str, list[Any]] = {
     ],
     "structured_outputs.structural_tag.format": [{"structural_tag": {"format": {"type": "minimax_xml"}}}],
 }
-SCHEMAS = [{"type": "strin"}, {"type": "string", "pattern": "a(?=b)"}, {"type": "object", "dependentSchemas": {}}]
+SCHEMAS = [
+    {"type": "strin"},
+    {"type": "string", "pattern": "a(?=b)"},
+    {"type": "object", "dependentSchemas": {"a": False}},
+]
 
 
 def format_of(schema: object) -> dict[str, Any]:

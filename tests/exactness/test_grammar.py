@@ -280,7 +280,7 @@ def test_another_target_ends_a_request_whose_end_was_not_sent() -> None:
     """Whether a token is the last may be known only after a replay, and the target may be lost before."""
     requests = [replace(s, sampling=s.sampling.model_copy(update={"max_tokens": 12})) for s in limited(MEMORY)]
     deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
-    with tight(states=60):
+    with tight(states=45):
         target = engine(NoDraftClient())
         for request in requests:
             target.submit(request)

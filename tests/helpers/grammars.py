@@ -16,6 +16,7 @@ from paceline.grammar import (
     grammar_state,
 )
 from paceline.grammar.grammar_state import GrammarCompiler
+from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.grammar.lark import limits
 from paceline.text import Tokenizer
 from tests.helpers.llamas import VOCABULARY
@@ -43,7 +44,7 @@ def tokenizer() -> Tokenizer:
 
 
 def grammars() -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, VOCABULARY)
+    return GrammarCompiler(GrammarVocabulary(tokenizer), VOCABULARY)
 
 
 def text_of(tokens: list[int]) -> str:

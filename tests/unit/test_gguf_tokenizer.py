@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN_2
 
 from paceline.gguf.gguf_file import GgufError, GgufFile
-from paceline.text import Tokenizer, vocabulary_fingerprint
+from paceline.text import Tokenizer, token_texts, vocabulary_fingerprint
 from paceline.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from paceline.text.gguf_tokenizer import eos_token_ids
 from tests.helpers.vocabularies import TALE
@@ -263,6 +263,15 @@ def test_spaces_after_phi_3s_special_tokens_are_dropped(tmp_path: Path) -> None:
         read = load(tmp_path, metadata, architecture)
         assert (read.encode("</s>  a") == read.encode("</s>a")) is dropped
         assert read.encode("<s>  a") != read.encode("<s>a")
+
+
+@pytest.mark.parametrize(
+    "metadata", [byte_level_metadata(extra={**EXTRA, "[PAD999]": UNUSED}), sentencepiece_metadata()]
+)
+def test_texts_of_tokens_are_those_of_the_tokenizer(tmp_path: Path, metadata: Mapping[str, Any]) -> None:
+    """A byte-level file says them itself."""
+    read = load(tmp_path, metadata)
+    assert token_texts(write(tmp_path, metadata)) == (read.pieces, read.special_ids)
 
 
 def test_roles_and_the_template_come_from_the_file(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from paceline.grammar import (
 )
 from paceline.grammar.grammar_checker import complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
+from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.text import Tokenizer
 from paceline_services.gateway.structured.structured_output import StructuredOutputs, compile_grammar_text
 from tests.helpers.grammars import (
@@ -44,7 +45,7 @@ from tests.helpers.random_schemas import TYPES
 
 ALL = grammars()
 SHIPPED = Tokenizer.load("pydoc")
-LARGE = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces) + 7)
+LARGE = GrammarCompiler(GrammarVocabulary(lambda: SHIPPED), len(SHIPPED.pieces) + 7)
 """Padded, as models are."""
 
 
@@ -195,7 +196,7 @@ def test_a_draft_that_cannot_compile_has_no_mask() -> None:
     def no_tokenizer() -> Tokenizer:
         raise ValueError("the decoder changes earlier text")
 
-    state = GrammarCompiler(no_tokenizer, 10).start(GRAMMARS["choice"], (), [])
+    state = GrammarCompiler(GrammarVocabulary(no_tokenizer), 10).start(GRAMMARS["choice"], (), [])
     state.wait(30.0)
     assert state.allowed([]) is None
     assert "cannot follow grammars" in state.error()

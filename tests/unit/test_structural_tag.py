@@ -13,6 +13,7 @@ from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
 from paceline.grammar import GrammarError
 from paceline.grammar.grammar_checker import complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
+from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.grammar.lark_rules import LarkRules
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError
@@ -21,7 +22,7 @@ from paceline_services.gateway.structured.structural_tag import TagFormat
 from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
 
 SHIPPED = Tokenizer.load("pydoc")
-COMPILER = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces))
+COMPILER = GrammarCompiler(GrammarVocabulary(lambda: SHIPPED), len(SHIPPED.pieces))
 END = SHIPPED.token_id("<|endoftext|>")
 ANY = {"type": "any_text"}
 SIZE = {"type": "object", "properties": {"n": {"enum": [1, 23]}}, "required": ["n"], "additionalProperties": False}

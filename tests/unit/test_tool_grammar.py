@@ -18,6 +18,8 @@ from paceline.core.messages import FinishReason
 from paceline.grammar import GrammarError
 from paceline.grammar.grammar_checker import GrammarChecker, complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
+from paceline.grammar.grammar_vocabulary import GrammarVocabulary
+from paceline.grammar.json_schema import SHORT_ESCAPES, llguidance_schema
 from paceline.llm import LLM
 from paceline.parsing import Content, OutputParser, ToolArguments, ToolCall
 from paceline.parsing.formats.harmony import OPENAI
@@ -25,7 +27,7 @@ from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.output_format import DETECTED
 from paceline.parsing.reasoning import HARMONY_REASONING
 from paceline.parsing.tool_format import ToolFormat
-from paceline.parsing.tool_grammar import forced_call_grammar, without_annotations
+from paceline.parsing.tool_grammar import forced_call_grammar
 from paceline.text import Tokenizer
 from paceline_services.gateway.structured.forced_calls import ForcedCalls
 from paceline_services.gateway.structured.structured_output import GrammarChecks
@@ -35,7 +37,7 @@ from tests.helpers.random_schemas import RECORDS
 SHIPPED = Tokenizer.load("pydoc")
 EOS = SHIPPED.token_id("<|im_end|>")
 assert EOS is not None
-COMPILER = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces))
+COMPILER = GrammarCompiler(GrammarVocabulary(lambda: SHIPPED), len(SHIPPED.pieces))
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -184,7 +186,8 @@ def test_annotations_of_schemas_are_left_out() -> None:
         },
         "required": ["title"],
     }
-    assert without_annotations(schema) == {
+    assert llguidance_schema(schema, {}) == {
+        "x-guidance": {"json_allowed_escapes": SHORT_ESCAPES},
         "$defs": {"title": {"type": "null"}},
         "properties": {
             "description": {"type": "string"},
@@ -234,7 +237,7 @@ async def test_fifty_tools_are_within_the_limits() -> None:
     assert grammar != await checks.checked(ForcedCalls(HERMES, tools, parallel=False), SHIPPED)
     await checks.close()
     checker = GrammarChecker()
-    await checker.check(grammar)
+    await checker.check(grammar.text)
     await checker.close()
 
 

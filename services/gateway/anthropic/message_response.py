@@ -20,6 +20,7 @@ from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.structured.structured_output import left_out_json
 from paceline_services.gateway.usage import RequestUsage
 
 
@@ -38,6 +39,7 @@ class MessageResponse:
             "type": "message",
             "role": "assistant",
             "model": model.model,
+            **left_out_json(request),
         }
 
     def message(self, output: Delta) -> Json:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from paceline_services.gateway.anthropic.chat_conversion import FIELDS, chat_body
 from paceline_services.gateway.anthropic.message_bodies import CountTokensBody, MessagesBody
 from paceline_services.gateway.anthropic.message_response import MessageResponse, error_event
-from paceline_services.gateway.api_docs import NUMBER, ApiDescription, describe, list_of, object_of
+from paceline_services.gateway.api_docs import LEFT_OUT, NUMBER, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.field_types import TEXT
 from paceline_services.gateway.http.error_shape import MESSAGES_PATH
@@ -45,6 +45,7 @@ DESCRIPTION = ApiDescription(
             content=list_of(object_of(type=TEXT)),
             stop_reason=TEXT,
             stop_sequence=NULLABLE_TEXT,
+            **LEFT_OUT,
             usage=object_of(
                 input_tokens=NUMBER,
                 cache_creation_input_tokens=NUMBER,

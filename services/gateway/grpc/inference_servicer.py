@@ -69,6 +69,9 @@ STATUSES: Statuses = {
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata: when a client may retry (gRFC A6)."""
 
+LEFT_OUT = "left-out-keywords"
+"""Initial metadata: the schema keywords to which the output is not kept, as `left_out_keywords` over HTTP."""
+
 STRUCTURES = frozenset(field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["structure"].fields)
 CONVERTED_FIELDS = frozenset({"text", "tokens", "chat", "sampling", "speculative"}) | STRUCTURES
 """Fields of `GenerateRequest` that the HTTP body has in another form. It has all others under the same names."""
@@ -113,6 +116,8 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 with self._traced(request, metadata) as span:
                     model, body = self._models.model(request.model or None), _body(request)
                     requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata, span)
+                    if left_out := requests[0].left_out_keywords:
+                        await context.send_initial_metadata([(LEFT_OUT, ", ".join(left_out))])
                     responses = GenerateResponses(body, requests, model)
                     output = model.generate_all(requests, client)
                     async with aclosing(traced(span, model.model, requests, output, streamed=True)) as deltas:

@@ -26,6 +26,7 @@ from paceline_services.gateway.openai.logprobs import (
     spelled,
 )
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.structured.structured_output import left_out_json
 from paceline_services.gateway.usage import RequestUsage
 
 
@@ -64,6 +65,7 @@ class OpenAIResponse(ABC):
             "created": created,
             "model": model.model,
             "system_fingerprint": f"fp_{model.tokenizer.fingerprint[:12]}",
+            **left_out_json(requests[0]),
         }
 
     def response(self, outputs: Sequence[Delta]) -> Json:

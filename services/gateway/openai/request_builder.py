@@ -30,6 +30,7 @@ from paceline_services.gateway.openai.prompt_encoding import (
 from paceline_services.gateway.openai.tool_choice import forced_grammar, forced_tools
 from paceline_services.gateway.request_headers import LABELS_HEADER, REQUEST_ID_HEADER, SESSION_HEADER
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.structured.structured_output import ANY_TEXT
 
 GRAMMAR_START = ("grammar_begins_after", "grammar_waits_if")
 """Parameters of a grammar behind a model's reasoning. No body has them."""
@@ -55,12 +56,12 @@ async def build_requests(
         description = model.description(labels)
         _check_count(body, model)
         with span.child("grammar_check"):
-            calls = await forced_grammar(body, model) if isinstance(body, ChatBody) else ""
-            grammar = calls or await model.grammars.grammar_of(body, model.tokenizer)
+            calls = await forced_grammar(body, model) if isinstance(body, ChatBody) else ANY_TEXT
+            grammar = calls if calls.text else await model.grammars.grammar_of(body, model.tokenizer)
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         with span.child("tokenize"):
-            prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls))
-        sampling = build_sampling(body, description, grammar, bad_words, parsing.gate)
+            prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls.text))
+        sampling = build_sampling(body, description, grammar.text, bad_words, parsing.gate)
         features = _features(body, sampling, labels, model)
         if body.output_limit[1] == 0 and description.max_model_len in map(len, prompts):
             features |= _full_prompt(body, labels | features, model)
@@ -86,6 +87,7 @@ async def build_requests(
         shown_tokens=parsing.shown_tokens,
         eos_token_ids=_eos_token_ids(body, description),
         client_request_id=body.request_id or headers.get(REQUEST_ID_HEADER, ""),
+        left_out_keywords=grammar.left_out,
     )
     return [
         request

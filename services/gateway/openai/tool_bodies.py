@@ -30,7 +30,7 @@ class FunctionDefinition(Body):
         dict[str, Any] | None, AfterValidator(_check_parameters), Field(description="a JSON schema of type object")
     ] = None
     strict: Annotated[
-        bool | None, Field(description="keep arguments to the schema: calls that are forced always do")
+        bool | None, Field(description="false: leave out what forced calls cannot be kept to, and say so")
     ] = None
 
 

@@ -10,22 +10,24 @@ from paceline_services.gateway.openai.output_parsing import tool_format
 from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
 from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.structured.forced_calls import ForcedCalls
+from paceline_services.gateway.structured.structured_output import ANY_TEXT, CheckedGrammar
 
 
-async def forced_grammar(body: ChatBody, model: ServedModel) -> str:
-    """The grammar of the calls that the request forces on the model; "": it forces none.
+async def forced_grammar(body: ChatBody, model: ServedModel) -> CheckedGrammar:
+    """The grammar of the calls that the request forces on the model; `ANY_TEXT`: it forces none.
 
     A `response_format` is one of the text, and calls that are forced leave no text. Raises `InvalidRequestError` or
     `OverloadedError`.
     """
     form, tools = tool_format(body, model), forced_tools(body)
     if form is None or not tools:
-        return ""
+        return ANY_TEXT
     if body.structured_outputs:
         message = "tool_choice: a forced call and structured_outputs cannot both say what the output must be"
         raise InvalidRequestError(message, param="tool_choice")
     parallel = body.tool_choice == "required" and body.parallel_tool_calls is not False
-    calls = ForcedCalls(form, tools, parallel, model.output_format.reasoning)
+    relaxed = {tool.function.name for tool in body.offered_tools if tool.function.strict is False}
+    calls = ForcedCalls(form, tools, parallel, model.output_format.reasoning, frozenset(relaxed & tools.keys()))
     return await model.grammars.checked(calls, model.tokenizer)
 
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from paceline_services.gateway.api_docs import NUMBER, ApiDescription, describe, list_of, object_of
+from paceline_services.gateway.api_docs import LEFT_OUT, NUMBER, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.field_types import TEXT, Json
@@ -223,6 +223,7 @@ RESPONSE = object_of(
     output=list_of({"type": "object"}),
     usage={"type": ["object", "null"]},
     error={"type": ["object", "null"]},
+    **LEFT_OUT,
 )
 OR_NULL: Json = {"type": ["string", "null"]}
 DOCS = ApiDescription(

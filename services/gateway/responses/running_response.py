@@ -15,6 +15,7 @@ from paceline_services.gateway.openai.logprobs import TokenSpelling, chat_log_pr
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_output import ResponseOutput
 from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.structured.structured_output import left_out_json
 from paceline_services.gateway.usage import RequestUsage
 
 STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.CANCELLED: "cancelled"}
@@ -77,6 +78,7 @@ class RunningResponse:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             **settings_json(self._body),
+            **left_out_json(self._request),
         }
         if self._body.speculation_stats and ended:
             response |= {"speculation": self._usage.speculation(), "timings": self._usage.timings()}

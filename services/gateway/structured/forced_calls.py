@@ -19,6 +19,7 @@ class ForcedCalls:
     tools: Tools
     parallel: bool
     reasoning: ReasoningFormat | None = None
+    relaxed: frozenset[str] = frozenset()
 
     @property
     def field(self) -> str:
@@ -27,9 +28,14 @@ class ForcedCalls:
     def identity(self) -> bytes:
         form, names = self.tool_format, (self.tool_format.name, self.reasoning and self.reasoning.name)
         texts = form.begin, form.middle, form.end, form.separator, form.opening, form.closing  # names may be shared
-        return json.dumps(["tools", *names, *texts, self.parallel, self.tools]).encode()
+        return json.dumps(["tools", *names, *texts, self.parallel, sorted(self.relaxed), self.tools]).encode()
 
     def to_grammar(self, tokenizer: Tokenizer) -> str:
         return forced_call_grammar(
-            self.tool_format, self.tools, tokenizer, parallel=self.parallel, reasoning=self.reasoning
+            self.tool_format,
+            self.tools,
+            tokenizer,
+            parallel=self.parallel,
+            reasoning=self.reasoning,
+            relaxed=self.relaxed,
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from asyncio import Future, create_task, get_running_loop, shield
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
+from paceline.core.messages import GenerationRequest
 from paceline.grammar import (
     GrammarError,
     grammar_from_choices,
@@ -22,7 +24,7 @@ from paceline.grammar.grammar_checker import GrammarChecker
 from paceline.grammar.lark import WHITE_SPACE
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
-from paceline_services.gateway.field_types import Body
+from paceline_services.gateway.field_types import Body, Json
 from paceline_services.gateway.structured.structural_tag import StructuralFields, StructuralTag
 from paceline_services.gateway.structured.structure_fields import (
     ANY_OBJECT,
@@ -46,7 +48,7 @@ class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: Schema = Field(ANY_OBJECT, alias="schema", validate_default=False)
-    strict: Annotated[bool | None, Field(description="every schema is kept to")] = None
+    strict: Annotated[bool | None, Field(description="false: leave out what cannot be kept to, and say so")] = None
 
 
 class ResponseFormat(StructuralFields):
@@ -78,7 +80,8 @@ class ResponseFormat(StructuralFields):
     def to_grammar(self, tokenizer: Tokenizer) -> str:
         match self.type:
             case "json_schema":
-                return grammar_from_schema(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
+                asked = self.json_schema or JsonSchema()
+                return grammar_from_schema(asked.schema_, strict=asked.strict is not False)
             case "json_object":
                 return grammar_from_schema(ANY_OBJECT)
             case "structural_tag":
@@ -144,6 +147,16 @@ class StructuredOutputs(Body):
         return None if self.disable_any_whitespace else self.whitespace_pattern or WHITE_SPACE
 
 
+class CheckedGrammar(NamedTuple):
+    """`text` "": any text. `left_out`: the keywords to which schemas with `strict: false` are not kept."""
+
+    text: str
+    left_out: Sequence[str] = ()
+
+
+ANY_TEXT = CheckedGrammar("")
+
+
 class StructuredBody(Protocol):
     """The fields of a body that ask for structured output."""
 
@@ -157,10 +170,10 @@ class GrammarChecks:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._checker = GrammarChecker()
-        self._tasks: OrderedDict[bytes, Future[str | InvalidRequestError]] = OrderedDict()
+        self._tasks: OrderedDict[bytes, Future[CheckedGrammar | InvalidRequestError]] = OrderedDict()
 
-    async def grammar_of(self, body: StructuredBody, tokenizer: Tokenizer) -> str:
-        """The grammar that a body asks for; "": none. `tokenizer`: of the model.
+    async def grammar_of(self, body: StructuredBody, tokenizer: Tokenizer) -> CheckedGrammar:
+        """The grammar that a body asks for. `tokenizer`: of the model.
 
         Raises `InvalidRequestError` or `OverloadedError`.
         """
@@ -168,10 +181,10 @@ class GrammarChecks:
         if len(asked) > 1:
             message = "response_format and structured_outputs cannot both say what the text must be"
             raise InvalidRequestError(message, param="structured_outputs")
-        return await self.checked(asked[0], tokenizer) if asked else ""
+        return await self.checked(asked[0], tokenizer) if asked else ANY_TEXT
 
-    async def checked(self, source: GrammarSource, tokenizer: Tokenizer) -> str:
-        """The grammar of this source; "": any text. Raises `InvalidRequestError` or `OverloadedError`."""
+    async def checked(self, source: GrammarSource, tokenizer: Tokenizer) -> CheckedGrammar:
+        """The grammar of this source. Raises `InvalidRequestError` or `OverloadedError`."""
         grammar = await shield(self._check_task(source, tokenizer))
         if isinstance(grammar, InvalidRequestError):
             # A new error each time: a raised one keeps its frames alive, and with them the request's body.
@@ -183,17 +196,16 @@ class GrammarChecks:
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self._checker.close()
 
-    async def _check(self, source: GrammarSource, tokenizer: Tokenizer) -> str | InvalidRequestError:
+    async def _check(self, source: GrammarSource, tokenizer: Tokenizer) -> CheckedGrammar | InvalidRequestError:
         """The grammar, or the error in it."""
         try:
             writing = get_running_loop().run_in_executor(self._thread, compile_grammar_text, source, tokenizer)
-            if grammar := await writing:
-                await self._checker.check(grammar)
+            grammar = await writing
+            return CheckedGrammar(grammar, await self._checker.check(grammar)) if grammar else ANY_TEXT
         except GrammarError as error:
             return InvalidRequestError(f"{source.field}: {error}", param=source.field)
-        return grammar
 
-    def _check_task(self, source: GrammarSource, tokenizer: Tokenizer) -> Future[str | InvalidRequestError]:
+    def _check_task(self, source: GrammarSource, tokenizer: Tokenizer) -> Future[CheckedGrammar | InvalidRequestError]:
         key = blake2b(tokenizer.fingerprint.encode() + b" " + source.identity()).digest()
         if key not in self._tasks:
             waiting = sum(not each.done() for each in self._tasks.values())
@@ -212,3 +224,8 @@ def compile_grammar_text(source: GrammarSource, tokenizer: Tokenizer) -> str:
     if len(grammar) > MAX_GRAMMAR_LENGTH:
         raise GrammarError(f"{len(grammar)} characters as a grammar, {MAX_GRAMMAR_LENGTH} are the most")
     return grammar
+
+
+def left_out_json(request: GenerationRequest) -> Json:
+    """What a response says of the keywords to which it is not kept; nothing if there are none."""
+    return {"left_out_keywords": [*request.left_out_keywords]} if request.left_out_keywords else {}
