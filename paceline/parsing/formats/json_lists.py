@@ -109,4 +109,3 @@ GIGACHAT3 = replace(
     closing="",
 )
 """A call is a message of its own, behind that of the answer."""
-JSON_LISTS = (NEMOTRON_JSON, APRIEL, GRANITE, PHI4_MINI, APERTUS, COHERE_COMMAND3, XLAM, GIGACHAT3)
