@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall, choose_format
 from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
-from paceline.parsing.output_format import TOOL_FORMATS
+from paceline.parsing.output_format import DETECTED, TOOL_FORMATS
 from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.parsing.tool_format import ToolFormat
 from paceline.text import Tokenizer
 
 FIXTURES = Path(__file__).parent / "tool_formats"
@@ -31,6 +33,16 @@ def recognised(template: str | None) -> list[str]:
 def test_a_template_is_recognised(path: Path) -> None:
     """`template.REASONING.jinja` has reasoning in this format, too."""
     assert recognised(path.read_text()) == [path.parent.name, *path.name.split(".")[1:-1]]
+
+
+SPECIAL = re.compile(r"<\|[^<>\s|]+\|?>|<｜[^<>\s｜]+｜>|\[[A-Z_]{2,}\]")
+
+
+@pytest.mark.parametrize("form", DETECTED)
+def test_each_token_that_looks_special_is_a_marker(form: ToolFormat) -> None:
+    """Other special tokens never reach a parser."""
+    written = form.opening + form.begin + form.middle + form.end + form.separator + form.closing
+    assert set(SPECIAL.findall(written)) <= set(form.markers)
 
 
 def test_each_format_has_fixtures() -> None:
