@@ -457,6 +457,24 @@ def test_functionary(text: str, events: list[Event]) -> None:
     assert read("functionary_v3_2", text) == events
 
 
+HUNYUAN_A13B = OUTPUTS["hunyuan_a13b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"<think>\nHm.\n</think>\n<answer>\n{HUNYUAN_A13B}\n</answer>", [Reasoning("Hm."), *BOTH]),
+        ("<think>\nHm.\n</think>\n<answer>\nYes\n</answer>\n", [Reasoning("Hm."), Content("Yes")]),
+        ("<think>\n\n</think>\n<answer>\nAn <answer> ends with </answer> so.\n</answer>",
+         [Content("An <answer> ends with </answer> so.")]),
+        ("<answer>\nYes", [Content("Yes")]),
+        (" Yes <answer>", [Content(" Yes <answer>")]),
+    ],
+)  # fmt: skip
+def test_hunyuan_a13b(text: str, events: list[Event]) -> None:
+    assert read("hunyuan_a13b", text, reasoning="hunyuan_a13b") == events
+
+
 def test_harmony_without_tools_has_no_calls() -> None:
     parser = OutputParser(REASONING_FORMATS["openai_gptoss"], TOOL_FORMATS["openai"])
     assert joined(parser.feed(HARMONY, last=True)) == [THOUGHT, Content("One moment."), Reasoning("\n" + WEATHER)]
