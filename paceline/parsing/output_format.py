@@ -71,7 +71,7 @@ class OutputFormat:
     def parser(self, tools: Tools, *, inside: bool = False) -> OutputParser:
         """A parser of one output. `tools`: that the request lets the model call; none: calls are not looked for."""
         form = self.tools
-        wanted = form is not None and (bool(tools) or form.reads_reasoning or form.wraps_content)
+        wanted = form is not None and (bool(tools) or form.reads_every_text)
         return OutputParser(self.reasoning, form if wanted else None, tools=tools, inside=inside)
 
 

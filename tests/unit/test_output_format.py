@@ -9,7 +9,7 @@ import pytest
 
 from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall, choose_format
 from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
-from paceline.parsing.output_format import DETECTED, TOOL_FORMATS
+from paceline.parsing.output_format import DETECTED, TOOL_FORMATS, OutputFormat
 from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.parsing.tool_format import ToolFormat
 from paceline.text import Tokenizer
@@ -132,6 +132,15 @@ def test_calls_are_looked_for_where_the_request_has_tools() -> None:
     harmony = choose_format("openai", "auto", None).parser({})
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes"
     assert harmony.feed(text, last=True) == [Reasoning("Hm."), Content("Yes")]
+
+
+@pytest.mark.parametrize("form", DETECTED)
+def test_without_tools_there_are_no_calls(form: ToolFormat) -> None:
+    call = f"{form.opening}{form.begin}f{form.middle}{{}}{form.end}{form.closing}"
+    assert any(
+        isinstance(event, ToolCall) for event in OutputFormat(tools=form).parser({"f": {}}).feed(call, last=True)
+    )
+    assert not any(isinstance(event, ToolCall) for event in OutputFormat(tools=form).parser({}).feed(call, last=True))
 
 
 def test_the_shipped_model_has_neither() -> None:

@@ -728,7 +728,7 @@ def test_no_cut_into_parts_changes_the_events(
     parts = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     whole = joined(OutputParser(*chosen, tools=TOOLS, inside=inside).feed(text, last=True))
     assert fed(OutputParser(*chosen, tools=TOOLS, inside=inside), parts) == whole
-    drops_markers = TOOL_FORMATS[name].reads_reasoning or TOOL_FORMATS[name].wraps_content
+    drops_markers = TOOL_FORMATS[name].reads_every_text
     if not drops_markers and reasoning == "none" and not any(isinstance(event, ToolCall) for event in whole):
         assert whole == (shown(text) if text else [])
 

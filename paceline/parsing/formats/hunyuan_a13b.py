@@ -25,7 +25,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     index = 0
     while marker := (yield from reader.until((BEGIN, ANSWER_END), Content)):
         first = index
-        if marker == BEGIN and (yield from reader.skip("[")):
+        if marker == BEGIN and tools and (yield from reader.skip("[")):
             index = yield from call_list(reader, index, partial(call_object, reader))
         elif marker == BEGIN or not (yield from _ends(reader)):
             yield Content(reader.since_mark())

@@ -39,6 +39,8 @@ class _Family:
             first = index
             if marker in self.dropped:
                 yield from reader.space()
+            elif not tools:
+                yield Content(reader.since_mark())
             elif marker.endswith("[") or (yield from reader.skip("[")):
                 index = yield from call_list(reader, index, call)
             elif (yield from call(index)):
