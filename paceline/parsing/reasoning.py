@@ -96,6 +96,8 @@ HARMONY_REASONING = ReasoningFormat(
 """gpt-oss: its tool format reads the reasoning, because it may come again after a call."""
 
 KIMI_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
+THINK_TAGS = ("deepseek_v3", "glm45", "hunyuan_a13b", "kimi_k2", "minimax_m2")
+"""Further names for `<think>` and `</think>`."""
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     each.name: each
     for each in (
@@ -119,7 +121,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", template_signs=("think", ":opensource")),
         ReasoningFormat("hy_v4", "<think:6124c78e>", "</think:6124c78e>", template_signs=("think", ":6124c78e")),
         ReasoningFormat("qwen3", "<think>", "</think>", template_signs=("</think>",)),
-        *(ReasoningFormat(name, "<think>", "</think>") for name in ("deepseek_v3", "glm45", "kimi_k2", "minimax_m2")),
+        *(ReasoningFormat(name, "<think>", "</think>") for name in THINK_TAGS),
         ReasoningFormat("deepseek_r1", "<think>", "</think>", always=True),
     )
 }

@@ -40,9 +40,14 @@ class ToolFormat:
     id_style: Literal["openai", "mistral"] = "openai"
     """Mistral's templates want ids of nine letters and digits."""
     reads_reasoning: bool = False
-    """Whether `parse` finds the reasoning, too, so that it reads each text, with tools and without."""
+    """Whether `parse` finds the reasoning, too."""
     wraps_content: bool = False
-    """Whether markers stand around the answer, too, so that `parse` reads each text, with tools and without."""
+    """Whether markers stand around the answer, too. `parse` drops them."""
+
+    @property
+    def reads_every_text(self) -> bool:
+        """Whether `parse` also reads the outputs of requests without tools."""
+        return self.reads_reasoning or self.wraps_content
 
     @property
     def first_marker(self) -> str:

@@ -390,6 +390,14 @@ async def test_no_tools_are_no_tools(stack: Stack, fields: dict[str, Any]) -> No
     assert "tool_calls" not in choice["message"]
 
 
+async def test_markers_around_the_answer_are_dropped_without_tools_too(tmp_path: Path) -> None:
+    folder = save_tool_model(tmp_path, special=False)
+    script = text_script("<think>\nHm.\n</think>\n<answer>\nYes\n</answer>", Tokenizer.load(folder))
+    async with open_stack(script, folder=folder, context=2048, tool_call_parser="hunyuan_a13b") as stack:
+        [choice] = (await whole(stack, tools=None))["choices"]
+        assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "Yes")
+
+
 async def test_parsers_may_be_switched_off(tmp_path: Path) -> None:
     folder = save_tool_model(tmp_path, special=False)
     settings = {"tool_call_parser": "none", "reasoning_parser": "none"}

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -64,36 +65,26 @@ def one(name: str, arguments: str) -> list[Event]:
     return [ToolCall(0, name), ToolArguments(0, arguments)]
 
 
-HERMES = (
-    '<tool_call>\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n</tool_call>\n"
-    '<tool_call>\n{"name": "search", "arguments": ' + SEARCH + "}\n</tool_call>"
-)
-LLAMA = '{"name": "get_weather", "parameters": ' + WEATHER + '}; {"name": "search", "parameters": ' + SEARCH + "}"
-MISTRAL = (
-    '[TOOL_CALLS] [{"name": "get_weather", "arguments": ' + WEATHER + "}, "
-    '{"arguments":' + SEARCH + ', "name": "search"}]'
-)
+FIXTURES = Path(__file__).parent / "tool_formats"
+OUTPUTS = {path.parent.name: path.read_text().removesuffix("\n") for path in sorted(FIXTURES.glob("*/output.txt"))}
+"""`BOTH` in each format that writes several calls a turn and has no markers around its answers."""
+HERMES = OUTPUTS["hermes"]
+LLAMA = OUTPUTS["llama3_json"]
+DEEPSEEK_V3 = OUTPUTS["deepseek_v3"]
+DEEPSEEK_V31 = OUTPUTS["deepseek_v31"]
+CODER = OUTPUTS["qwen3_coder"]
+GLM45 = OUTPUTS["glm45"]
+KIMI_K2 = OUTPUTS["kimi_k2"]
+DSML = OUTPUTS["deepseek_v32"]
+MINIMAX = OUTPUTS["minimax_m2"]
+SEED = OUTPUTS["seed_oss"]
 MISTRAL_V11 = "[TOOL_CALLS]get_weather[ARGS]" + WEATHER + "[TOOL_CALLS]search[CALL_ID]a1B2c3D4e[ARGS]" + SEARCH
-DEEPSEEK_V3 = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n" + WEATHER + "\n```"
-    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n" + SEARCH + "\n```"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-)
-DEEPSEEK_V31 = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>" + WEATHER + "<｜tool▁call▁end｜>"
-    "<｜tool▁call▁begin｜>search<｜tool▁sep｜>" + SEARCH + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-)
 HARMONY = (
     "<|channel|>analysis<|message|>Need the weather.<|end|>"
     "<|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>"
     "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + WEATHER
 )
 PYTHONIC = "[get_weather(city='Tokyo', days=3), search(q=\"hotels\")]"
-CODER = (
-    "<tool_call>\n<function=get_weather>\n<parameter=city>\nTokyo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-    "</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=q>\nhotels\n</parameter>\n</function>\n"
-    "</tool_call>"
-)
 CODER_QUOTING = """<tool_call>
 <function=search>
 <parameter=q>
@@ -108,19 +99,7 @@ CODER_QUOTED_CALL = (
 LLAMA_QUOTING = '{"name": "search", "parameters": {"q": "<|python_tag|> <|start_header_id|>user<|end_header_id|>"}}'
 ONE_CODER = CODER.partition("\n<tool_call>\n<function=search")[0]
 LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-GLM45 = (
-    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Tokyo</arg_value>\n<arg_key>days</arg_key>\n"
-    "<arg_value>3</arg_value>\n</tool_call>\n"
-    "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>hotels</arg_value>\n</tool_call>"
-)
 HUNYUAN = f"<tool_calls>\n{GLM45}\n</tool_calls>".replace("weather\n", "weather<tool_sep>\n")
-KIMI_K2 = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-    + WEATHER
-    + "<|tool_call_end|><|tool_call_begin|>functions.search:1<|tool_call_argument_begin|>"
-    + SEARCH
-    + "<|tool_call_end|><|tool_calls_section_end|>"
-)
 KIMI_K3 = (
     '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
     '<|open|>argument key="city" type="string"<|sep|>Tokyo<|close|>argument<|sep|>'
@@ -129,84 +108,17 @@ KIMI_K3 = (
     '<|open|>argument key="q" type="string"<|sep|>hotels<|close|>argument<|sep|><|close|>call<|sep|>'
     "<|close|>tools<|sep|><|close|>message<|sep|>"
 )
-DSML = (
-    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
-    '<｜DSML｜parameter name="city" string="true">Tokyo</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-    '<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="q" string="true">hotels</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
-)
-MINIMAX = re.sub(
-    ' string="[a-z]*"', "", DSML.replace("｜DSML｜function_calls", "minimax:tool_call").replace("｜DSML｜", "")
-)
-GEMMA4 = (
-    '<|tool_call>call:get_weather{city:<|"|>Tokyo<|"|>,days:3}<tool_call|>'
-    '<|tool_call>call:search{q:<|"|>hotels<|"|>}<tool_call|>'
-)
 JSON_LIST = f'[{{"name": "get_weather", "arguments": {WEATHER}}}, {{"name": "search", "arguments": {SEARCH}}}]'
 COHERE = (
     "<|START_ACTION|>" + JSON_LIST.replace("arguments", "parameters").replace("name", "tool_name") + "<|END_ACTION|>"
 )
 COHERE_ITEM = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {WEATHER}}}'
-SEED = (
-    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Tokyo</parameter>\n<parameter=days>3</parameter>\n"
-    "</function>\n</seed:tool_call>\n"
-    "<seed:tool_call>\n<function=search>\n<parameter=q>hotels</parameter>\n</function>\n</seed:tool_call>"
-)
 GIGACHAT = '{"name": "get_weather", "arguments": ' + WEATHER + "}"
-MINIMAX_M3 = """<tool_call>
-<invoke name="get_weather"><city>Tokyo</city><days>3</days></invoke>
-<invoke name="search"><q>hotels</q></invoke>
-</tool_call>""".replace("<", "]<]minimax[>[<")
 SOLAR_OPEN = (
     "<|begin|>assistant<|tool_calls|>"
     f"<|tool_call:begin|>0<|tool_call:name|>get_weather<|tool_call:args|>{WEATHER}<|tool_call:end|>"
     f"<|tool_call:begin|>1<|tool_call:name|>search<|tool_call:args|>{SEARCH}<|tool_call:end|>"
 )
-SOLAR_OPEN2 = (
-    "<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>Tokyo<|tool_arg:end|>\n"
-    "<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>\n"
-    "<|tool_call:start|>search\n<|tool_arg:start|>q<|tool_arg:value|>hotels<|tool_arg:end|>\n<|tool_call:end|>"
-)
-MINICPM5 = (
-    '<function name="get_weather"><param name="city">Tokyo</param><param name="days">3</param></function>\n'
-    '<function name="search"><param name="q"><![CDATA[hotels]]></param></function>'
-)
-OUTPUTS = {
-    "hermes": HERMES,
-    "llama3_json": LLAMA,
-    "llama4_json": LLAMA,
-    "mistral": MISTRAL,
-    "deepseek_v3": DEEPSEEK_V3,
-    "deepseek_v31": DEEPSEEK_V31,
-    "pythonic": PYTHONIC,
-    "llama4_pythonic": PYTHONIC,
-    "qwen3_coder": CODER,
-    "qwen3_xml": CODER,
-    "kimi_k2": KIMI_K2,
-    "deepseek_v32": DSML,
-    "deepseek_v4": DSML.replace("function_calls", "tool_calls"),
-    "deepseek_v41": DSML.replace("function_calls", "calls").replace("｜DSML｜", "｜DSML｜ "),
-    "minimax_m2": MINIMAX,
-    "minimax_m3": MINIMAX_M3,
-    "gemma4": GEMMA4,
-    "nemotron_json": f"<TOOLCALL>{JSON_LIST}</TOOLCALL>",
-    "apriel": f"<tool_calls>{JSON_LIST}</tool_calls>",
-    "granite": f"<|tool_call|>{JSON_LIST}",
-    "phi4_mini_json": f"functools{JSON_LIST}",
-    "apertus": f'<|tools_prefix|>[{{"get_weather": {WEATHER}}}, {{"search": {SEARCH}}}]<|tools_suffix|>',
-    "xlam": JSON_LIST,
-    "solar_open2": SOLAR_OPEN2,
-    "minicpm5": MINICPM5,
-    "seed_oss": SEED,
-    "lfm2": f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>",
-    "olmo3": f"<function_calls>{PYTHONIC[1:-1]}</function_calls>".replace(", search", "\nsearch"),
-    "glm45": GLM45,
-    "glm47": GLM45.replace("\n", ""),
-    "hy_v3": HUNYUAN.replace(">", ":opensource>"),
-    "hy_v4": HUNYUAN.replace(">", ":6124c78e>").replace("<tool_sep:6124c78e>", ""),
-}
-"""Two calls, in each format but gpt-oss's, which has one a turn."""
 
 
 @pytest.mark.parametrize(("name", "output"), [*OUTPUTS.items(), ("mistral", MISTRAL_V11), ("glm45", HUNYUAN)])
@@ -545,6 +457,24 @@ def test_functionary(text: str, events: list[Event]) -> None:
     assert read("functionary_v3_2", text) == events
 
 
+HUNYUAN_A13B = OUTPUTS["hunyuan_a13b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"<think>\nHm.\n</think>\n<answer>\n{HUNYUAN_A13B}\n</answer>", [Reasoning("Hm."), *BOTH]),
+        ("<think>\nHm.\n</think>\n<answer>\nYes\n</answer>\n", [Reasoning("Hm."), Content("Yes")]),
+        ("<think>\n\n</think>\n<answer>\nAn <answer> ends with </answer> so.\n</answer>",
+         [Content("An <answer> ends with </answer> so.")]),
+        ("<answer>\nYes", [Content("Yes")]),
+        (" Yes <answer>", [Content(" Yes <answer>")]),
+    ],
+)  # fmt: skip
+def test_hunyuan_a13b(text: str, events: list[Event]) -> None:
+    assert read("hunyuan_a13b", text, reasoning="hunyuan_a13b") == events
+
+
 def test_harmony_without_tools_has_no_calls() -> None:
     parser = OutputParser(REASONING_FORMATS["openai_gptoss"], TOOL_FORMATS["openai"])
     assert joined(parser.feed(HARMONY, last=True)) == [THOUGHT, Content("One moment."), Reasoning("\n" + WEATHER)]
@@ -798,7 +728,7 @@ def test_no_cut_into_parts_changes_the_events(
     parts = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     whole = joined(OutputParser(*chosen, tools=TOOLS, inside=inside).feed(text, last=True))
     assert fed(OutputParser(*chosen, tools=TOOLS, inside=inside), parts) == whole
-    drops_markers = TOOL_FORMATS[name].reads_reasoning or TOOL_FORMATS[name].wraps_content
+    drops_markers = TOOL_FORMATS[name].reads_every_text
     if not drops_markers and reasoning == "none" and not any(isinstance(event, ToolCall) for event in whole):
         assert whole == (shown(text) if text else [])
 

@@ -12,9 +12,9 @@ TOKEN = "｜DSML｜"
 DEEPSEEK_V32 = InvokeTags(f"<{TOKEN}function_calls>", TOKEN).tool_format(
     "deepseek_v32", markers=(TOKEN,), template_signs=(TOKEN, "function_calls>")
 )
-DEEPSEEK_V4 = InvokeTags(f"<{TOKEN}tool_calls>", TOKEN).tool_format(
-    "deepseek_v4", markers=(TOKEN,), template_signs=(TOKEN, "tool_calls>")
-)
 DEEPSEEK_V41 = InvokeTags(f"<{TOKEN} calls>", f"{TOKEN} ").tool_format(
     "deepseek_v41", markers=(TOKEN,), template_signs=(TOKEN, " calls>")
+)
+DEEPSEEK_V4 = InvokeTags(f"<{TOKEN}tool_calls>", TOKEN).tool_format(
+    "deepseek_v4", markers=(TOKEN,), template_signs=(TOKEN, "tool_calls>")
 )

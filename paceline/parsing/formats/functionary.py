@@ -1,6 +1,6 @@
 """Functionary 3.2: `>>>f` and a line with `{...}` for a call, `>>>all` and a line break before the answer.
 
-The first `>>>` is in the prompt.
+The first `>>>` is in the prompt. Functionary 3.1: `<function=f>{...}</function>`, as Meta has it for Llama 3.1.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from paceline.parsing.tool_format import ToolFormat, Tools
 
 BEGIN = ">>>"
 ANSWER = "all"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
@@ -32,6 +33,19 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         marker = yield from reader.until((BEGIN,), Content)
 
 
+def parse_v3_1(reader: TextReader, tools: Tools) -> Steps[None]:
+    """No token marks a call: a tool must have the function's name."""
+    index = 0
+    while (yield from reader.until((FUNCTION,), Content)):
+        name = yield from reader.run(NAME)
+        known = name in tools and (yield from reader.skip(">"))
+        if known and (yield from call_by_name(reader, index, name)):
+            index += 1
+            yield from reader.skip_closing(FUNCTION_END)
+        else:
+            yield Content(reader.since_mark())
+
+
 FUNCTIONARY_V3_2 = ToolFormat(
     "functionary_v3_2",
     parse,
@@ -42,4 +56,13 @@ FUNCTIONARY_V3_2 = ToolFormat(
     end="",
     separator=BEGIN,
     wraps_content=True,
+)
+FUNCTIONARY_V3_1 = ToolFormat(
+    "functionary_v3_1",
+    parse_v3_1,
+    markers=(),
+    template_signs=("<|start_header_id|>", FUNCTION, "}" + FUNCTION_END),
+    begin=FUNCTION,
+    middle=">",
+    end=FUNCTION_END,
 )

@@ -91,6 +91,6 @@ def _hunyuan(name: str, suffix: str, template_signs: tuple[str, ...]) -> ToolFor
     )
 
 
-HY_V3 = _hunyuan("hy_v3", ":opensource", ("arg_key", ":opensource"))
 HY_V3_PREVIEW = _hunyuan("hy_v3", "", ("<tool_sep>", "<arg_key>"))
+HY_V3 = _hunyuan("hy_v3", ":opensource", ("arg_key", ":opensource"))
 HY_V4 = _hunyuan("hy_v4", ":6124c78e", ("arg_key", ":6124c78e"))

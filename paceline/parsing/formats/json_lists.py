@@ -1,6 +1,7 @@
 """Families that write `[{"name": "f", "arguments": {...}}, ...]` between markers of their own, a table of them.
 
-One object without the list is read, too; GigaChat writes nothing else. Apertus has the name for a key: `{"f": {...}}`.
+One object without the list is read, too; GigaChat, Granite 20B and InternLM write nothing else. Apertus has the name
+for a key: `{"f": {...}}`.
 Cohere and GigaChat also have markers around the answer.
 """
 
@@ -28,6 +29,8 @@ class _Family:
     """Consumes one object, see `call_list`."""
     dropped: tuple[str, ...] = ()
     """Markers that are no text."""
+    tokens: tuple[str, ...] = ()
+    """Texts of the tokens in markers that consist of several."""
 
     def parse(self, reader: TextReader, tools: Tools) -> Steps[None]:
         index = 0
@@ -36,13 +39,15 @@ class _Family:
             first = index
             if marker in self.dropped:
                 yield from reader.space()
+            elif not tools:
+                yield Content(reader.since_mark())
             elif marker.endswith("[") or (yield from reader.skip("[")):
                 index = yield from call_list(reader, index, call)
             elif (yield from call(index)):
                 index += 1
             else:
                 yield Content(reader.since_mark())
-            if self.end and index > first:
+            if index > first:
                 yield from reader.skip_closing(self.end)
 
     def tool_format(
@@ -57,7 +62,7 @@ class _Family:
         return ToolFormat(
             name,
             self.parse,
-            markers=(*self.begins, self.end, *self.dropped),
+            markers=(*self.begins, self.end, *self.dropped, *self.tokens),
             template_signs=template_signs,
             begin=begin,
             middle=middle,
@@ -67,6 +72,13 @@ class _Family:
             closing=f"]{self.end}",
             wraps_content=bool(self.dropped),
         )
+
+    def without_list(
+        self, name: str, template_signs: tuple[str, ...], begin: str, middle: str = '", "arguments": '
+    ) -> ToolFormat:
+        """A format with the marker before each call. `begin`: the text before a call's object."""
+        listed = self.tool_format(name, template_signs, begin + '{"name": "', middle, "}" + self.end)
+        return replace(listed, separator="", opening="", closing="")
 
 
 def _named_by_key(reader: TextReader, tools: Tools, index: int) -> Steps[bool]:
@@ -100,13 +112,13 @@ COHERE_COMMAND3 = _Family(
 ).tool_format("cohere_command3", ("<|START_ACTION|>",), '{"tool_call_id": "0", "tool_name": "', '", "parameters": ')
 XLAM = _Family(("[",), call=_bare).tool_format("xlam", ())
 """Nothing marks its calls but the list itself: a tool must have their names."""
-GIGACHAT3 = replace(
-    _Family(("function call<|role_sep|>", "<|function_call|>"), dropped=("<|message_sep|>",)).tool_format(
-        "gigachat3", ("<|role_sep|>", "function call")
-    ),
-    separator="<|message_sep|>\n\nfunction call<|role_sep|>\n",
-    opening="<|message_sep|>\n\nfunction call<|role_sep|>\n",
-    closing="",
-)
+GIGACHAT3 = _Family(
+    ("function call<|role_sep|>", "<|function_call|>"), dropped=("<|message_sep|>",), tokens=("<|role_sep|>",)
+).without_list("gigachat3", ("<|role_sep|>", "function call"), "<|message_sep|>\n\nfunction call<|role_sep|>\n")
 """A call is a message of its own, behind that of the answer."""
-JSON_LISTS = (NEMOTRON_JSON, APRIEL, GRANITE, PHI4_MINI, APERTUS, COHERE_COMMAND3, XLAM, GIGACHAT3)
+GRANITE_20B_FC = _Family(("<function_call>",)).without_list(
+    "granite-20b-fc", ("<|function_call_library|>", "<function_call>"), "<function_call> "
+)
+INTERNLM = _Family(
+    ("<|action_start|><|plugin|>",), "<|action_end|>", tokens=("<|action_start|>", "<|plugin|>")
+).without_list("internlm", ("<|action_start|>",), "<|action_start|><|plugin|>\n", '", "parameters": ')

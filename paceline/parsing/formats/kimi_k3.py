@@ -34,7 +34,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         name = attributes.get("tool", "") if closed and marker == OPEN and element == "call" else ""
         if name:
             yield from reader.accept(JSON)
-        if name and (yield from tagged_call(reader, index, name, tools.get(name, {}), TAGS)):
+        if name and tools and (yield from tagged_call(reader, index, name, tools.get(name, {}), TAGS)):
             index += 1
         elif name or not closed:
             yield Content(reader.since_mark())

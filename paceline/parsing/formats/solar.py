@@ -26,7 +26,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         if marker == MESSAGE:
             yield from reader.accept_cut(ROLE)
         elif marker == BEGIN:
-            if (yield from _call(reader, index)):
+            if tools and (yield from _call(reader, index)):
                 index += 1
             else:
                 yield Content(reader.since_mark())

@@ -31,7 +31,7 @@ def output_parsing(body: ChatBody, prompt: str, model: ServedModel, *, calls: bo
     `prompt`: as text. `calls`: whether the request's grammar forces calls. Raises `InvalidRequestError`.
     """
     form, tools = model.output_format, tool_format(body, model)
-    if tools is None and not (form.tools is not None and form.tools.reads_reasoning):
+    if tools is None and not (form.tools is not None and form.tools.reads_every_text):
         form = OutputFormat(form.reasoning)
     if form == OutputFormat():
         return OutputParsing()
