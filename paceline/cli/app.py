@@ -109,7 +109,7 @@ def serve(
         demo_page,
     )
     with start_errors():
-        code = command.serve(deployment.plan_deployment(options), redis_url)
+        code = command.serve(options, redis_url)
     raise typer.Exit(code)
 
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from paceline.gguf.gguf_file import GgufFile, is_gguf
-from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_model
-from paceline.text.chat_template import ChatTemplate
+from paceline.model_names import BrokenFileError, ModelNotFoundError, fake_vocabulary, json_object, resolve_model
+from paceline.text.chat_template import ChatTemplate, ChatTemplateError
 from paceline.text.gguf_tokenizer import gguf_backend, gguf_chat_template, gguf_special_tokens
 from paceline.text.gguf_vocabulary import gguf_vocabulary
 from paceline.text.prefix_space import without_prefix_space
@@ -60,8 +60,12 @@ class Tokenizer:
         if is_gguf(location):
             return cls._from_gguf(GgufFile.open(location))
         folder = Path(location)
-        config = _read_json(folder / "tokenizer_config.json")
-        return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
+        path = folder / "tokenizer_config.json"
+        config = json_object(path) if path.is_file() else {}
+        try:
+            return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
+        except ChatTemplateError as error:
+            raise BrokenFileError(f"{folder}: {error}") from error
 
     @classmethod
     def _from_gguf(cls, file: GgufFile) -> Tokenizer:
@@ -168,7 +172,9 @@ def vocabulary_fingerprint(model: str) -> str:
     location = resolve_model(model)
     if is_gguf(location):  # without the tokenizer, which takes longer
         return _digest(gguf_vocabulary(GgufFile.open(location)).ids)
-    return Tokenizer.load(model).fingerprint
+    if vocabulary := fake_vocabulary(location):
+        return vocabulary[1]
+    return _digest(_read_backend(Path(location)).get_vocab(with_added_tokens=True))
 
 
 def _digest(ids: Mapping[str, int]) -> str:
@@ -193,16 +199,7 @@ def _read_backend(folder: Path) -> Backend:
     try:
         return Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more specific
-        raise ModelNotFoundError(f"{path} cannot be read, download it again: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ModelNotFoundError(f"{path} holds no JSON object: download the model again")
-    return content
+        raise BrokenFileError(f"{path} cannot be read, download it again: {error}") from error
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -216,11 +213,20 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """From chat_template.jinja, else from the configuration: one template or a list of named ones."""
+    """From chat_template.jinja, else from the configuration: one template or a list of named ones.
+
+    Raises `BrokenFileError`.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise BrokenFileError(f"{path} is no text, download it again: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(named, {}).get("template")
+    if template is not None and not isinstance(template, str):
+        raise BrokenFileError(f"chat_template in {folder / 'tokenizer_config.json'} is no text: download it again")
     return template
