@@ -30,7 +30,7 @@ from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.quantization import dequantized_weights, is_dequantized_at_load
-from paceline.model.rope import check_rope, fix_rope_frequencies
+from paceline.model.rope import check_rope, fix_rope_frequencies, positions_in
 from paceline.model.transformers_setup import set_up_transformers
 from paceline.model_names import BrokenFileError, ModelNotFoundError, json_object, resolve_model
 from paceline.telemetry.load_phases import load_phase
@@ -199,8 +199,7 @@ def build(
 def positions_of(settings: Any, name: str, max_model_len: int | None) -> int:
     """A model's positions; `max_model_len` if its configuration does not say. Raises ValueError if neither says, or if
     there are fewer than `max_model_len`."""
-    configured = int(getattr(settings, "max_position_embeddings", None) or 0)
-    positions = configured if configured > 0 else max_model_len
+    positions = positions_in(settings) or max_model_len
     if positions is None:
         raise ValueError(f"{name} does not say how many positions it has: set max_model_len")
     if max_model_len is not None and max_model_len > positions:

@@ -20,6 +20,16 @@ def rope_settings(config: Any) -> list[Mapping[str, Any]]:
     return [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
 
 
+def positions_in(config: Any) -> int:
+    """Positions of a model, with those that YaRN adds, as vLLM counts them; 0 if its configuration does not say."""
+    scaled = [
+        int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0))
+        for rope in rope_settings(config)
+        if rope.get("rope_type") == "yarn"
+    ]
+    return max(int(getattr(config, "max_position_embeddings", None) or 0), *scaled, 0)
+
+
 def check_rope(config: Any) -> None:
     """Raises ValueError for a kind that transformers does not know."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
