@@ -25,6 +25,7 @@ from paceline.cli.options import (
 )
 from paceline.config import EngineConfig, SamplingParams
 from paceline.config.engine_config import Quantization
+from paceline.config.sampling_params import GenerationConfig
 from paceline.config.vllm_options import VllmOptions
 
 MODEL = "A folder with a checkpoint, a GGUF file, or a name: of a shipped model, or one of `paceline download`."
@@ -68,6 +69,9 @@ def serve(
     vllm_options: VllmSettings = None,
     tool_call_parser: Annotated[str, typer.Option(help="How the model writes tool calls; auto: by template.")] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="How the model marks reasoning; auto: by template.")] = "auto",
+    generation_config: Annotated[
+        GenerationConfig, typer.Option(help="Sampling defaults: the model's, or none.")
+    ] = "auto",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP collector.")] = None,
     *,
     demo_page: Annotated[
@@ -105,6 +109,7 @@ def serve(
         (vllm_options or VllmOptions()) if engine is EngineName.VLLM else None,
         tool_call_parser,
         reasoning_parser,
+        generation_config,
         otlp_traces_endpoint,
         demo_page,
     )

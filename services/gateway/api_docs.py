@@ -52,7 +52,14 @@ MESSAGE = object_of(
 HEAD: Json = {"id": TEXT, "object": TEXT, "created": NUMBER, "model": TEXT, "system_fingerprint": TEXT}
 CHOICE: Json = {"index": NUMBER, "logprobs": {"type": ["object", "null"]}, "finish_reason": FINISH}
 PROMPT_LOGPROBS: Json = {"type": ["array", "null"], "items": {"type": ["object", "null"]}}
-CARD = object_of(id=TEXT, object=TEXT, created=NUMBER, owned_by=TEXT, max_model_len={"type": ["integer", "null"]})
+CARD = object_of(
+    id=TEXT,
+    object=TEXT,
+    created=NUMBER,
+    owned_by=TEXT,
+    max_model_len={"type": ["integer", "null"]},
+    sampling_defaults={"type": "object"},
+)
 RESPONSE_SCHEMAS: Mapping[str, Json] = {
     "Error": object_of(
         error=object_of(message=TEXT, type=TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
