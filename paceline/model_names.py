@@ -32,6 +32,10 @@ class BrokenFileError(ModelNotFoundError):
     """A file of the model cannot be read, or contradicts another one."""
 
 
+BROKEN = (BrokenFileError, GgufError)
+"""Errors of a model's files: targets serve without a draft that has one."""
+
+
 class ModelScheme(Protocol):
     """A kind of fake model. Its tokens are numbers."""
 

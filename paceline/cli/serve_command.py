@@ -22,7 +22,7 @@ from paceline.cli.supervisor import Supervisor
 from paceline.config import SpeculativeConfig
 from paceline.family import NAMES
 from paceline.launcher import StartError
-from paceline.model_names import BrokenFileError
+from paceline.model_names import BROKEN
 from paceline.published_models import PUBLISHED
 from paceline.telemetry.logs import LineFormatter
 
@@ -48,7 +48,7 @@ def _planned(options: DeploymentOptions) -> Deployment:
     try:
         return plan_deployment(options)
     except StartError as error:
-        if options.speculation is None or not isinstance(error.__cause__, BrokenFileError):
+        if options.speculation is None or not isinstance(error.__cause__, BROKEN):
             raise
         log.error("%s: the others serve without it", error)
         return plan_deployment(replace(options, speculation=SpeculativeConfig()))

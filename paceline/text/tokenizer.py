@@ -57,15 +57,16 @@ class Tokenizer:
         if vocabulary := fake_vocabulary(location):
             size, fingerprint = vocabulary
             return cls(_numbers(size), {}, FAKE_MODEL_CHAT_TEMPLATE, fingerprint)
-        if is_gguf(location):
-            return cls._from_gguf(GgufFile.open(location))
-        folder = Path(location)
+        try:
+            return cls._from_gguf(GgufFile.open(location)) if is_gguf(location) else cls._from_folder(Path(location))
+        except ChatTemplateError as error:
+            raise BrokenFileError(f"{location}: {error}") from error
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Tokenizer:
         path = folder / "tokenizer_config.json"
         config = json_object(path) if path.is_file() else {}
-        try:
-            return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
-        except ChatTemplateError as error:
-            raise BrokenFileError(f"{folder}: {error}") from error
+        return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
 
     @classmethod
     def _from_gguf(cls, file: GgufFile) -> Tokenizer:

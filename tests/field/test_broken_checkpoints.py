@@ -20,6 +20,7 @@ from paceline.model_names import ModelNotFoundError
 from paceline_services.gateway.server import _load_tokenizer
 from paceline_services.target.engine_process import build_drafting, build_engine
 from tests.helpers.checkpoints import change_config, change_weights, save_checkpoint
+from tests.helpers.gguf_files import tiny_config, write_gguf
 from tests.helpers.pipes import pipes
 from tests.helpers.served import serving
 from tests.helpers.service_processes import ServiceProcess
@@ -105,6 +106,8 @@ def test_a_gateway_names_the_side_file_that_it_cannot_read(copy: Path, file: str
     ("source", "complaint"),
     [
         (b"{% for message in messages %}{{ message.content }", "the model's chat template does not parse"),
+        (b"{% break %}", "the model's chat template does not parse"),
+        (b"{{ (" * 2000, "the model's chat template does not parse"),
         (b"\xff\xfe\x80", "chat_template.jinja is no text"),
     ],
 )
@@ -220,6 +223,24 @@ def test_a_target_serves_without_a_broken_draft_in_its_process(
     assert isinstance(client, NoDraftClient)
     assert "the target serves without it" in caplog.text
     assert str(copy) in caplog.text
+
+
+def test_a_target_serves_without_a_gguf_draft_that_was_cut_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, drafting = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    for path in (target, drafting):
+        write_gguf(path, tiny_config("qwen2"))
+    cut(drafting, 300)
+    with pipes() as (_, pipe):
+        client = build_drafting(load(str(target), CONFIG), pipe, draft(drafting, draft_placement="target"), CONFIG)
+    assert isinstance(client, NoDraftClient)
+    assert f"{drafting} is cut off within the tensor" in caplog.text
+
+
+def test_a_template_of_a_gguf_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", tiny_config("qwen2"), metadata={"tokenizer.chat_template": "{% break %}"})
+    assert "a.gguf: the model's chat template does not parse" in gateway_refusal(tmp_path / "a.gguf")
 
 
 def test_a_process_with_a_broken_checkpoint_ends_once(copy: Path) -> None:
