@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline import family
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.draft_client import NoDraftClient
 from paceline.launcher import StartError
 from paceline.model import load
 from paceline.model_names import ModelNotFoundError
+from paceline_services.draft.speculator_process import load_speculator
 from paceline_services.gateway.server import _load_tokenizer
 from paceline_services.target.engine_process import build_drafting, build_engine
 from tests.helpers.checkpoints import change_config, change_weights, save_checkpoint
@@ -241,6 +243,15 @@ def test_a_target_serves_without_a_gguf_draft_that_was_cut_off(
 def test_a_template_of_a_gguf_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", tiny_config("qwen2"), metadata={"tokenizer.chat_template": "{% break %}"})
     assert "a.gguf: the model's chat template does not parse" in gateway_refusal(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("value", [("num_hidden_layers", 0), ("rope_theta", "x"), ("rope_theta", None)])
+def test_a_head_with_a_value_that_makes_no_head(tmp_path: Path, value: tuple[str, object]) -> None:
+    head = Path(shutil.copytree(family.path("pydoc-eagle3"), tmp_path / "head"))
+    change_config(head, **dict([value]))
+    with pytest.raises(StartError, match=value[0]) as refusal:
+        load_speculator(SpeculativeConfig(method="eagle3", model=str(head)), CONFIG, "pydoc")
+    assert str(head) in sentence(refusal.value)
 
 
 def test_a_process_with_a_broken_checkpoint_ends_once(copy: Path) -> None:
