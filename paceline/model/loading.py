@@ -35,6 +35,7 @@ from paceline.model.transformers_setup import set_up_transformers
 from paceline.model_names import BrokenFileError, ModelNotFoundError, json_object, resolve_model
 from paceline.telemetry.load_phases import load_phase
 from paceline.text import gguf_tokenizer, vocabulary_fingerprint
+from paceline.text.end_tokens import existing_ends
 
 if TYPE_CHECKING:  # a model of one process does not load them
     from paceline.model.parallel.sharding import Sharding, TpPlan
@@ -392,7 +393,4 @@ def end_tokens(path: Path, config: Any) -> list[int]:
     named = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(each) is int for each in named):
         raise ValueError(f"eos_token_id in {generation} is {eos!r}: it has to be a token id, or a list of them")
-    size = int(config.get_text_config(decoder=True).vocab_size)
-    if unknown := [each for each in named if not 0 <= each < size]:
-        log.warning("eos_token_id names %s, which the vocabulary of %d tokens does not have: left out", unknown, size)
-    return [each for each in named if 0 <= each < size]
+    return existing_ends(named, int(config.get_text_config(decoder=True).vocab_size))
