@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.config import MAPPING_HINT, EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.config.sampling_params import GenerationConfig
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, LogProbs, SpeculationStats, Timings
 from paceline.drafting import build_lookups, build_speculator, complete_config
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
@@ -19,6 +20,7 @@ from paceline.memory_plan import plan_memory
 from paceline.model import limit_torch_threads, load
 from paceline.model.kept_row_cost import model_row_cost
 from paceline.output_processor import OutputProcessor
+from paceline.sampling_defaults import sampling_defaults
 from paceline.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -59,8 +61,13 @@ class LLM:
         model: str,
         speculative_config: SpeculativeConfig | dict[str, Any] | None = None,
         engine_config: EngineConfig | dict[str, Any] | None = None,
+        *,
+        generation_config: GenerationConfig = "auto",
     ) -> None:
         """`model`: a folder, or a shipped model's name. The configurations take the command line's keys.
+
+        `generation_config`: whether prompts without `SamplingParams` have the defaults of the model's
+        generation_config.json.
 
         Raises `ModelNotFoundError`, `CheckpointError`, `VocabularyMismatchError`, pydantic's ValidationError, or
         ValueError if memory is short.
@@ -74,6 +81,8 @@ class LLM:
         self.model = load(model, self.config)
         limit_torch_threads(self.model)
         self.tokenizer = Tokenizer.load(model)
+        self.default_sampling = SamplingParams(**sampling_defaults(model, generation_config))
+        """Of prompts without any."""
         self.cost = model_row_cost(self.model, self.config.max_num_batched_rows, self.config.threads)
         self._serial = itertools.count()
         self._create_engine(speculation)
@@ -105,7 +114,7 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt (text, or token ids), in the order of the prompts.
 
-        `sampling`: for all prompts, or one for each.
+        `sampling`: for all prompts, or one for each; None: `default_sampling`.
 
         A completion ends before the first string of `stop` after `min_tokens`, or with a token of
         `sampling.stop_token_ids` or the model's own end-of-text tokens. Raises ValueError if any prompt cannot be
@@ -163,7 +172,8 @@ class LLM:
         speculative: bool,
     ) -> list[_RunningRequest]:
         """Raises ValueError if any prompt cannot be served; then none is."""
-        all_params = [self._with_ends(each) for each in _one_for_each(sampling, len(prompts))]
+        given = self.default_sampling if sampling is None else sampling
+        all_params = [self._with_ends(each) for each in _one_for_each(given, len(prompts))]
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ValueError("a stop string needs at least one character")
@@ -229,10 +239,10 @@ class LLM:
         return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
 
 
-def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
     """Raises ValueError if there are several, but not one for each prompt."""
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
     if len(sampling) != count:
         raise ValueError(f"sampling has {len(sampling)} entries for {count} prompts: give one, or one for each prompt")
     return sampling

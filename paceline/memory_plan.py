@@ -31,6 +31,7 @@ from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import device_memory, gigabytes
 from paceline.model.gguf_model import packed_config, packed_dtype
 from paceline.model.native.native_network import head_width
+from paceline.model.rope import positions_in
 from paceline.model.target_weights import TargetWeights
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
 
@@ -161,7 +162,7 @@ def _as_target(config: Any, dtype: torch.dtype, model: str, engine: EngineConfig
 
 
 def _own_length(config: Any) -> int:
-    return int(getattr(config, "max_position_embeddings", None) or UNPLANNED_SLOTS)
+    return positions_in(config) or UNPLANNED_SLOTS
 
 
 def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:

@@ -28,6 +28,14 @@ class ModelNotFoundError(Exception):
     """There is no such model; the message says what to do."""
 
 
+class BrokenFileError(ModelNotFoundError):
+    """A file of the model cannot be read, or contradicts another one."""
+
+
+BROKEN = (BrokenFileError, GgufError)
+"""Errors of a model's files: targets serve without a draft that has one."""
+
+
 class ModelScheme(Protocol):
     """A kind of fake model. Its tokens are numbers."""
 
@@ -117,12 +125,17 @@ def configuration(folder: str) -> dict[str, Any]:
             return transformers_config(GgufFile.open(folder))
         except GgufError as error:
             raise ModelNotFoundError(str(error)) from error
+    return json_object(Path(folder) / "config.json")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The content of a model's JSON file. Raises `BrokenFileError` unless it is an object."""
     try:
-        content = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"config.json in {folder} cannot be read: {error}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BrokenFileError(f"{path} cannot be read, download it again: {error}") from error
     if not isinstance(content, dict):
-        raise ModelNotFoundError(f"config.json in {folder} holds no JSON object: download the model again")
+        raise BrokenFileError(f"{path} holds no JSON object: download it again")
     return content
 
 

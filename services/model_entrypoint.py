@@ -20,7 +20,7 @@ from paceline.ipc.model_process import StartFailed
 from paceline.ipc.pipe import Pipe, PipeClosedError
 from paceline.launcher import FAILED, StartError
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
-from paceline.model_names import ModelNotFoundError
+from paceline.model_names import BrokenFileError, ModelNotFoundError
 from paceline.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,6 @@ def as_start_errors(speculation: SpeculativeConfig) -> Iterator[None]:
     """Raise errors in a speculator's configuration or checkpoint as `StartError`."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, BrokenFileError) as error:
         method = "" if speculation.method in (AUTO, DETECT) else f"{speculation.method} "
         raise StartError(f"the {method}speculator cannot be built: {error}") from error

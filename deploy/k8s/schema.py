@@ -11,13 +11,14 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import AliasChoices
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.key_aliases import ALGORITHMS, METHOD_ALIASES, SWITCHES
+from paceline.config.sampling_params import GenerationConfig
 from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
 from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.telemetry.logs import LEVELS
@@ -106,6 +107,7 @@ SHAPES: dict[str, Schema] = {
     "logLevel": one_of(*LEVELS),
     "toolCallParser": one_of(AUTO, NONE, *TOOL_FORMATS),
     "reasoningParser": one_of(AUTO, NONE, *REASONING_FORMATS),
+    "generationConfig": one_of(*get_args(GenerationConfig)),
     "pullPolicy": one_of("Always", "IfNotPresent", "Never"),
     "service.type": one_of("ClusterIP", "NodePort", "LoadBalancer"),
     "autoscaling.kind": one_of("none", "hpa", "keda"),

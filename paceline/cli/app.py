@@ -25,6 +25,7 @@ from paceline.cli.options import (
 )
 from paceline.config import EngineConfig, SamplingParams
 from paceline.config.engine_config import Quantization
+from paceline.config.sampling_params import GenerationConfig
 from paceline.config.vllm_options import VllmOptions
 
 MODEL = "A folder with a checkpoint, a GGUF file, or a name: of a shipped model, or one of `paceline download`."
@@ -71,6 +72,9 @@ def serve(
     ] = None,
     tool_call_parser: Annotated[str, typer.Option(help="How the model writes tool calls; auto: by template.")] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="How the model marks reasoning; auto: by template.")] = "auto",
+    generation_config: Annotated[
+        GenerationConfig, typer.Option(help="Sampling defaults: the model's, or none.")
+    ] = "auto",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP collector.")] = None,
     *,
     demo_page: Annotated[
@@ -109,11 +113,12 @@ def serve(
         chat_template,
         tool_call_parser,
         reasoning_parser,
+        generation_config,
         otlp_traces_endpoint,
         demo_page,
     )
     with start_errors():
-        code = command.serve(deployment.plan_deployment(options), redis_url)
+        code = command.serve(options, redis_url)
     raise typer.Exit(code)
 
 

@@ -23,6 +23,7 @@ from paceline.config import (
     EngineConfig,
     SpeculativeConfig,
 )
+from paceline.config.sampling_params import GenerationConfig
 from paceline.config.vllm_options import VllmOptions
 from paceline.gguf.gguf_file import is_gguf
 from paceline.host_port import listen_at_free_port
@@ -75,6 +76,8 @@ class DeploymentOptions:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     """How the model writes tool calls and reasoning; auto: as its chat template shows."""
+    generation_config: GenerationConfig = "auto"
+    """auto: requests have the sampling defaults of the model's generation_config.json; none: they do not."""
     otlp_traces_endpoint: str | None = None
     """The collector for all services' traces; None: as their environment says."""
     demo_page: bool = False
@@ -140,7 +143,8 @@ class Deployment(DeploymentOptions):
         demo = () if demo_socket is None else ("--demo-socket", str(demo_socket))
         parsers = ("--tool-call-parser", self.tool_call_parser, "--reasoning-parser", self.reasoning_parser)
         template = () if self.chat_template is None else ("--chat-template", self.chat_template)
-        options = (*self._names, *address, "--redis-url", redis_url, *keys, *demo, *template, *parsers, *self._traces)
+        formats = (*template, *parsers, "--generation-config", self.generation_config)
+        options = (*self._names, *address, "--redis-url", redis_url, *keys, *demo, *formats, *self._traces)
         return _service("gateway", "gateway", *options, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
 
     def _target_devices(self, index: int) -> list[str]:

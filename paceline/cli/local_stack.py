@@ -38,18 +38,23 @@ class LocalStack:
     store: StateStore
     began: float = field(default_factory=time.monotonic)
 
-    async def ready(self, missing: Callable[[Collection[str]], None] = lambda _: None) -> None:
+    async def ready(
+        self, missing: Callable[[Collection[str]], None] = lambda _: None, *, without_drafts: bool = False
+    ) -> None:
         """Return when all services are ready. Raises `StartError` if one cannot start.
 
-        `missing` is called with the names of the services that are not ready, whenever they change.
+        `missing` is called with the names of the services that are not ready, whenever they change. `without_drafts`:
+        drafts that cannot start are no error.
         """
-        await self.supervisor.until(self._all_ready(missing))
+        names = tuple(self.deployment.drafts) if without_drafts else ()
+        spared = [each for each in self.supervisor.children if each.startswith(names)]  # with the ranks of a draft
+        await self.supervisor.until(self._all_ready(missing), spared)
         move_off_cores(self.deployment.target_cores)  # not earlier: all services use all cores while they load
 
     async def _all_ready(self, missing: Callable[[Collection[str]], None]) -> None:
         async with self.store.watcher("target", POLL_S) as targets, self.store.watcher("draft", POLL_S) as drafts:
             waits = {id_: _registered(targets, id_) for id_ in self.deployment.targets}
-            waits |= {id_: _registered(drafts, id_) for id_ in self.deployment.drafts}
+            waits |= {id_: self._registered_or_ended(drafts, id_) for id_ in self.deployment.drafts}
             waits[GATEWAY] = _healthy(self.deployment.url)
             pending = list(waits)
 
@@ -57,10 +62,16 @@ class LocalStack:
                 await waits[name]
                 pending.remove(name)
                 missing(pending)
-                log.info("%s is ready after %.1f s", name, time.monotonic() - self.began)
+                if not self.supervisor.task(name).done():
+                    log.info("%s is ready after %.1f s", name, time.monotonic() - self.began)
 
             missing(pending)
             await asyncio.gather(*map(arrival, waits))
+
+    async def _registered_or_ended(self, drafts: WorkerWatcher, worker_id: str) -> None:
+        registered = asyncio.ensure_future(_registered(drafts, worker_id))
+        await asyncio.wait([registered, self.supervisor.task(worker_id)], return_when=asyncio.FIRST_COMPLETED)
+        registered.cancel()
 
 
 @asynccontextmanager

@@ -9,16 +9,20 @@ import shlex
 import signal
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli.deployment import Deployment
+from paceline.cli.deployment import Deployment, DeploymentOptions, plan_deployment
 from paceline.cli.local_stack import LocalStack, running_stack
 from paceline.cli.model_download import offers
 from paceline.cli.supervisor import Supervisor
+from paceline.config import SpeculativeConfig
 from paceline.family import NAMES
+from paceline.launcher import StartError
+from paceline.model_names import BROKEN
 from paceline.published_models import PUBLISHED
 from paceline.telemetry.logs import LineFormatter
 
@@ -29,13 +33,25 @@ KILLED = 1
 """Exit code after a second Ctrl-C, which kills everything at once."""
 
 
-def serve(deployment: Deployment, redis_url: str | None) -> int:
+def serve(options: DeploymentOptions, redis_url: str | None) -> int:
     """Serve until Ctrl-C or SIGTERM, and return the exit code. Raises `StartError` or `StateError`."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     _log_to(console)
+    deployment = _planned(options)
     if not deployment.speculation.enabled:
         log.info('decoding plainly; to speculate, give --speculative-config \'{"method": "ngram"}\', or a draft_model')
     return asyncio.run(_serve(deployment, redis_url, console))
+
+
+def _planned(options: DeploymentOptions) -> Deployment:
+    """As `plan_deployment`, but without a draft whose files cannot be read."""
+    try:
+        return plan_deployment(options)
+    except StartError as error:
+        if options.speculation is None or not isinstance(error.__cause__, BROKEN):
+            raise
+        log.error("%s: the others serve without it", error)
+        return plan_deployment(replace(options, speculation=SpeculativeConfig()))
 
 
 async def _serve(deployment: Deployment, redis_url: str | None, console: Console) -> int:
@@ -43,7 +59,7 @@ async def _serve(deployment: Deployment, redis_url: str | None, console: Console
     async with running_stack(deployment, lambda line: console.print(_coloured(line)), redis_url) as stack:
         signals.supervisor = stack.supervisor
         with _progress(console) as missing:
-            ready = await _done_before(signals.stop, stack.ready(missing))
+            ready = await _done_before(signals.stop, stack.ready(missing, without_drafts=True))
         if ready:
             _announce(stack)
         await signals.stop.wait()

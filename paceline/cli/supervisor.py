@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Self, TypeVar
 
 from paceline.cli.supervised_process import Program, SupervisedProcess
-from paceline.launcher import Backoff
+from paceline.launcher import Backoff, StartError
 
 log = logging.getLogger(__name__)
 
@@ -40,24 +40,32 @@ class Supervisor:
         """By name."""
         return {child.program.name: child for group in self._groups for child in group}
 
-    async def until(self, condition: Awaitable[Result]) -> Result:
+    async def until(self, condition: Awaitable[Result], spared: Collection[str] = ()) -> Result:
         """Await `condition`: the programs are ready. From then on, every program that dies is restarted.
 
-        Raises `StartError` if a program cannot start before that.
+        Raises `StartError` if a program cannot start before that, unless the others are served without it: `spared`.
         """
-        ready = asyncio.ensure_future(condition)
+        ready, starting = asyncio.ensure_future(condition), dict(self._running)
         try:
-            await asyncio.wait([ready, *self._running.values()], return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                for task in self._running.values():
-                    if task.done():
-                        task.result()
+            while not ready.done():
+                await asyncio.wait([ready, *starting.values()], return_when=asyncio.FIRST_COMPLETED)
+                for child in [each for each, task in starting.items() if task.done() and not ready.done()]:
+                    try:
+                        starting.pop(child).result()
+                    except StartError as error:
+                        if child.program.name not in spared:
+                            raise
+                        log.error("%s: the others serve without it", error)
             result = await ready
         finally:
             ready.cancel()
         for child in self._running:
             child.was_ready = True
         return result
+
+    def task(self, name: str) -> asyncio.Task[None]:
+        """Done when a program has ended for good."""
+        return self._running[self.children[name]]
 
     def kill(self) -> None:
         """Kill all programs now."""

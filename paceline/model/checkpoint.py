@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.gguf.gguf_file import GgufError, is_gguf
 from paceline.model.gguf_weights import GgufWeights
+from paceline.model_names import BrokenFileError, json_object
 
 SAFETENSORS = (".safetensors",)
 TORCH = (".bin", ".pt", ".pth")
@@ -30,6 +31,10 @@ TRAINING_STATE_PREFIXES = ("optimizer", "rng_state", "scaler", "scheduler", "tra
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be served; the text says why, and what to do."""
+
+
+class BrokenCheckpointError(CheckpointError, BrokenFileError):
+    """A file of the checkpoint cannot be read, or contradicts another one."""
 
 
 class Checkpoint:
@@ -53,12 +58,9 @@ class Checkpoint:
         if not path.is_file():
             return {}
         try:
-            config = json.loads(path.read_text())
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{path} is no JSON ({error}): download it again") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{path} is not a JSON object: download it again")
-        return config
+            return json_object(path)
+        except BrokenFileError as error:
+            raise BrokenCheckpointError(str(error)) from error
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -129,7 +131,9 @@ class _SafetensorsFile(_WeightFile):
         try:
             self._file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read ({first_sentence(error)}): download it again") from error
+            sizes = _sizes(path)
+            fault = f"{path} cannot be read ({first_sentence(error)}{sizes}): download it again"
+            raise BrokenCheckpointError(fault) from error
         self.names = list(self._file.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -148,7 +152,8 @@ class _TorchFile(_WeightFile):
             # Files from before torch 1.6 are not zip archives and cannot be mapped.
             stored = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read ({first_sentence(error)}): download it again") from error
+            fault = f"{path} cannot be read ({first_sentence(error)}): download it again"
+            raise BrokenCheckpointError(fault) from error
         values = stored if isinstance(stored, dict) else {}
         self._tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         self.names = list(self._tensors)
@@ -173,6 +178,40 @@ class _GgufWeights(_WeightFile):
 
     def tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
         return self._weights.tensor(name, dtype)
+
+
+def _sizes(path: Path) -> str:
+    """Of a safetensors file that was cut off, and of what its header lists."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            tensors = json.loads(file.read(min(length, path.stat().st_size)))
+        whole = 8 + length + max(each["data_offsets"][1] for name, each in tensors.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return ""
+    return f"; it has {path.stat().st_size} bytes, and its header lists {whole}"
+
+
+def check_files(folder: Path) -> None:
+    """Find the file of a folder that cannot be read. Raises `BrokenFileError`."""
+    for path in (folder / "config.json", folder / "generation_config.json", *folder.glob("*.index.json")):
+        content = json_object(path) if path.is_file() else {}
+        if not path.name.endswith(".index.json"):
+            continue
+        files = content.get("weight_map")
+        if not isinstance(files, dict):
+            raise BrokenCheckpointError(f"{path} has no weight_map: download it again")
+        if lacking := sorted({str(each) for each in files.values() if not (folder / str(each)).is_file()}):
+            raise BrokenCheckpointError(f"{path} names {lacking[0]}, which is not there: download it")
+    for path in folder.glob("*.safetensors"):
+        _SafetensorsFile(path)
+
+
+def check_sizes(checkpoint: Path, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """`mismatched`: names of tensors, and both shapes. Raises `BrokenCheckpointError` if there is one."""
+    for name, stored, wanted in sorted(mismatched):
+        shapes = f"{list(stored)}, and its configuration asks for {list(wanted)}"
+        raise BrokenCheckpointError(f"{checkpoint}: the tensor {name} is {shapes}: one of the two is another model's")
 
 
 def _holds_weights(path: Path) -> bool:

@@ -23,6 +23,7 @@ from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of
 from paceline.model.packed_model import FOUR_NORMS, NORMS, PackedModel, PackedNetwork, PackedWeights
+from paceline.model.rope import positions_in
 from paceline.telemetry.load_phases import load_phase
 from paceline.text import vocabulary_fingerprint
 from paceline.text.gguf_tokenizer import eos_token_ids
@@ -154,11 +155,10 @@ def load_packed(path: str, name: str, engine: EngineConfig) -> PackedModel | Non
 
 
 def _info(file: GgufFile, name: str, config: GgufSettings, engine: EngineConfig) -> ModelInfo:
-    longest = engine.max_model_len or config.max_position_embeddings
-    if longest > config.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len {longest} exceeds the {config.max_position_embeddings} positions of {name}: lower it"
-        )
+    positions = positions_in(config)
+    longest = engine.max_model_len or positions
+    if longest > positions:
+        raise ValueError(f"max_model_len {longest} exceeds the {positions} positions of {name}: lower it")
     return ModelInfo(
         name=name,
         vocabulary_size=config.vocab_size,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_file import GgufError, GgufFile, is_gguf
 from paceline.model.attention import Heads
-from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.checkpoint import (
+    BrokenCheckpointError,
+    Checkpoint,
+    CheckpointError,
+    check_files,
+    check_sizes,
+    first_sentence,
+)
 from paceline.model.decoder import make_model
 from paceline.model.gguf_loading import model_config, read_gguf
 from paceline.model.model import Model, ModelInfo, TransformersModel
@@ -23,11 +30,12 @@ from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.quantization import dequantized_weights, is_dequantized_at_load
-from paceline.model.rope import fix_rope_frequencies
+from paceline.model.rope import check_rope, fix_rope_frequencies, positions_in
 from paceline.model.transformers_setup import set_up_transformers
-from paceline.model_names import resolve_model
+from paceline.model_names import BrokenFileError, ModelNotFoundError, json_object, resolve_model
 from paceline.telemetry.load_phases import load_phase
 from paceline.text import gguf_tokenizer, vocabulary_fingerprint
+from paceline.text.end_tokens import existing_ends
 
 if TYPE_CHECKING:  # a model of one process does not load them
     from paceline.model.parallel.sharding import Sharding, TpPlan
@@ -73,15 +81,17 @@ def load_checkpoint(name: str, config: EngineConfig) -> Model:
 def outline(name: str, config: EngineConfig) -> nn.Module:
     """The network that `load` would make, on the device `meta`: shapes and dtypes, and no weights.
 
-    Raises as transformers does, or ValueError, if there is none; `load` says why.
+    Raises ValueError if there is none.
     """
     from transformers import AutoModelForCausalLM
 
     trusted = config.trust_remote_code
-    whole = model_config(resolve_model(name), config.device, trust_remote_code=trusted)
-    text = whole.get_text_config(decoder=True)
-    chosen = _tower_config(whole, text) if _is_tower(whole, text) else whole
-    with torch.device("meta"):
+    path = Path(resolve_model(name))
+    with _refusing(path), torch.device("meta"):
+        whole = model_config(path, config.device, trust_remote_code=trusted)
+        text = whole.get_text_config(decoder=True)
+        check_rope(text)
+        chosen = _tower_config(whole, text) if _is_tower(whole, text) else whole
         network: nn.Module = AutoModelForCausalLM.from_config(
             chosen, dtype=dtype_of(whole, config), trust_remote_code=trusted
         )
@@ -114,10 +124,11 @@ def _plan(name: str, config: EngineConfig) -> TpPlan:
             "transformers shares a model among a machine's accelerators if it has any: name them as devices, or hide "
             "them, for example with CUDA_VISIBLE_DEVICES="
         )
-    path = resolve_model(name)
+    path = Path(resolve_model(name))
     if is_gguf(path):
         raise ValueError("a GGUF file cannot be shared by ranks yet: set tensor_parallel_size to 1")
-    settings = model_config(path)
+    with _refusing(path):
+        settings = model_config(path)
     return tp_plan_for(settings, config.tensor_parallel_size)
 
 
@@ -133,7 +144,7 @@ def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> 
     path = Path(resolve_model(name))
     with load_phase("weights read"):
         network = _read(path, config, sharding)
-    eos_token_ids = end_tokens(path, network)
+    eos_token_ids = end_tokens(path, network.config)
     with load_phase("network built"):
         return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
 
@@ -181,7 +192,7 @@ def build(
         log.debug("%s is refused", name, exc_info=True)
         kind = type(network).__name__
         cause = "" if isinstance(error, ValueError) else "its own code fails when it is called as here: "
-        raise ValueError(f"{name} is a {kind}, which cannot be run here: {cause}{_first_line(error)}") from error
+        raise ValueError(f"{name} is a {kind}, which cannot be run here: {cause}{first_sentence(error)}") from error
     model.numerics = numerics_of(model, quantization_of(network.config))
     return model
 
@@ -189,8 +200,7 @@ def build(
 def positions_of(settings: Any, name: str, max_model_len: int | None) -> int:
     """A model's positions; `max_model_len` if its configuration does not say. Raises ValueError if neither says, or if
     there are fewer than `max_model_len`."""
-    configured = int(getattr(settings, "max_position_embeddings", None) or 0)
-    positions = configured if configured > 0 else max_model_len
+    positions = positions_in(settings) or max_model_len
     if positions is None:
         raise ValueError(f"{name} does not say how many positions it has: set max_model_len")
     if max_model_len is not None and max_model_len > positions:
@@ -198,8 +208,31 @@ def positions_of(settings: Any, name: str, max_model_len: int | None) -> int:
     return positions
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Raise what transformers raises about a folder as an error of one sentence: it may fail in any way.
+
+    The exit code of such an error prevents restarts.
+    """
+    try:
+        yield
+    except (CheckpointError, GgufError, ModelNotFoundError, RendezvousError, RankLostError):
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the model in {path} needs code from its folder, which would have all rights of this service: read it "
+                "and give --trust-remote-code if you trust it"
+            ) from error
+        log.debug("%s is refused", path, exc_info=True)
+        if path.is_dir():
+            try:
+                check_files(path)
+            except BrokenFileError as fault:
+                raise BrokenCheckpointError(str(fault)) from error
+        key = isinstance(error, KeyError) and " " not in str(error)
+        cause = f"{error} is not known here" if key else first_sentence(error)
+        raise BrokenCheckpointError(f"the model in {path} cannot be loaded: {cause}") from error
 
 
 def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) -> nn.Module:
@@ -212,11 +245,12 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
 
     options: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.distributed_config()}
     trusted = engine.trust_remote_code
-    try:
+    with _refusing(path):
         config = model_config(path, engine.device, trust_remote_code=trusted)
+        text = config.get_text_config(decoder=True)
+        check_rope(text)
         if is_gguf(path):
             return read_gguf(path, config, dtype_of(config, engine))
-        text = config.get_text_config(decoder=True)
         _check_layers(str(path), text)  # before many gigabytes are read
         dtype = dtype_of(config, engine)
         tower = _is_tower(config, text)
@@ -239,18 +273,11 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
             trust_remote_code=trusted,
             **options,
         )
-    except (CheckpointError, GgufError):
-        raise
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"the model in {path} needs code from its folder, which would have all rights of this service: read it "
-                "and give --trust-remote-code if you trust it"
-            ) from error
-        raise ValueError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
+    check_sizes(path, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
     if unknown := sorted(key for key in report["unexpected_keys"] if not is_harmless(key, text, tower=tower)):
@@ -271,7 +298,7 @@ def _dequantized(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict
     settings = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     modelopt = path / "hf_quant_config.json"  # of older ModelOpt checkpoints
     if settings is None and modelopt.is_file():
-        settings = {"quant_method": "modelopt", **json.loads(modelopt.read_text()).get("quantization", {})}
+        settings = {"quant_method": "modelopt", **json_object(modelopt).get("quantization", {})}
     if settings is None or not is_dequantized_at_load(settings):
         return None
     weights = dequantized_weights(Checkpoint(path), settings, dtype)
@@ -352,14 +379,18 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def end_tokens(path: Path, network: nn.Module) -> list[int]:
-    """From generation_config.json, else from the model's configuration; of a GGUF file, all that end an answer."""
+def end_tokens(path: Path, config: Any) -> list[int]:
+    """From generation_config.json, else from the model's configuration; of a GGUF file, all that end an answer.
+
+    Those that the vocabulary does not have are left out. Raises `ModelNotFoundError` or ValueError.
+    """
     if is_gguf(path):
         return gguf_tokenizer.eos_token_ids(GgufFile.open(path))
     generation = path / "generation_config.json"
-    eos: Any = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+    eos: Any = json_object(generation).get("eos_token_id") if generation.is_file() else None
     if eos is None:
-        eos = getattr(network.config, "eos_token_id", None)
-    if eos is None:
-        return []
-    return [int(e) for e in eos] if isinstance(eos, list) else [int(eos)]
+        eos = getattr(config, "eos_token_id", None)
+    named = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(each) is int for each in named):
+        raise ValueError(f"eos_token_id in {generation} is {eos!r}: it has to be a token id, or a list of them")
+    return existing_ends(named, int(config.get_text_config(decoder=True).vocab_size))

@@ -164,6 +164,8 @@ def packing_of(path: Path, engine: EngineConfig) -> Packing | None:
     settings = config.get("quantization_config")
     if settings is None and engine.quantization is None:
         return None
+    if settings is not None and not isinstance(settings, Mapping):
+        raise CheckpointError(f"{path}: quantization_config is {settings!r}, and has to be an object")
     refusal = _refusal(path, config, engine)
     if settings is not None:
         _stays(path, engine)
@@ -281,7 +283,7 @@ def _info(name: str, path: Path, network: nn.Module, engine: EngineConfig) -> Mo
         max_model_len=engine.max_model_len or positions_of(config, name, None),
         layers=int(config.num_hidden_layers),
         slots=engine.slot_count,
-        eos_token_ids=tuple(end_tokens(path, network)),
+        eos_token_ids=tuple(end_tokens(path, config)),
         fingerprint=vocabulary_fingerprint(str(path)),
         folder=path,
         rows_invariant=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,32 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds whose frequencies transformers chooses in every pass by the longest sequence: LongRoPE (Ding et al. 2024) and
 dynamic NTK scaling."""
 FIXED = "default"
+
+
+def rope_settings(config: Any) -> list[Mapping[str, Any]]:
+    """`rope_parameters` of a configuration: one for all layers, or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
+
+
+def positions_in(config: Any) -> int:
+    """Positions of a model, with those that YaRN adds, as vLLM counts them; 0 if its configuration does not say."""
+    scaled = [
+        int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0))
+        for rope in rope_settings(config)
+        if rope.get("rope_type") == "yarn"
+    ]
+    return max(int(getattr(config, "max_position_embeddings", None) or 0), *scaled, 0)
+
+
+def check_rope(config: Any) -> None:
+    """Raises ValueError for a kind that transformers does not know."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = (FIXED, *ROPE_INIT_FUNCTIONS)
+    for rope in rope_settings(config):
+        if (kind := rope.get("rope_type", FIXED)) not in known:
+            raise ValueError(f"rope_type is {kind!r}, which is not known here: {', '.join(dict.fromkeys(known))} are")
 
 
 def fix_rope_frequencies(network: nn.Module, max_model_len: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.layers import Linear
+from paceline.model.rope import positions_in
 from paceline.model_names import resolve_model
 from paceline.text import vocabulary_fingerprint
 
@@ -80,6 +81,6 @@ def load_target_weights(
         dtype=embedding.dtype,
         device=embedding.device,
         vocabulary_size=embedding.shape[0],
-        max_model_len=max_model_len or int(config.max_position_embeddings),
+        max_model_len=max_model_len or positions_in(config),
         fingerprint=vocabulary_fingerprint(str(folder)),
     )

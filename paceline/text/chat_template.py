@@ -33,7 +33,7 @@ class ChatTemplate:
         """Raises `ChatTemplateError` if the template does not parse."""
         try:
             self._template = _environment().from_string(source)
-        except TemplateError as error:
+        except (TemplateError, SyntaxError, *TEMPLATE_ERRORS) as error:  # SyntaxError: of Python code made from it
             raise ChatTemplateError(f"the model's chat template does not parse: {error}") from error
         self.source = source
         self.variables = meta.find_undeclared_variables(_environment().parse(source))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.gguf.gguf_file import GgufFile
+from paceline.model_names import BrokenFileError, json_object
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -21,19 +21,31 @@ def folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """By name. As in transformers: from *.jinja files if there are any, else from `config`, which is the content of
     tokenizer_config.json; and for a processor's model from chat_template.json.
 
-    Raises ValueError for a file that is no UTF-8 text or JSON.
+    Raises `BrokenFileError`.
     """
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (path := folder / "chat_template.jinja").is_file():
         files[DEFAULT] = path
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    template = config.get("chat_template")
+        return {name: _text(path) for name, path in files.items()}
+    source, template = folder / "tokenizer_config.json", config.get("chat_template")
     if template is None and (path := folder / "chat_template.json").is_file():
-        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+        source, template = path, json_object(path).get("chat_template")
+    named: dict[Any, Any]
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return {} if template is None else {DEFAULT: template}
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+    else:
+        named = {} if template is None else {DEFAULT: template}
+    if not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise BrokenFileError(f"chat_template in {source} is no text: download it again")
+    return named
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BrokenFileError(f"{path} is no text, download it again: {error}") from error
 
 
 def gguf_templates(file: GgufFile) -> dict[str, str]:

@@ -19,6 +19,7 @@ from paceline.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from paceline.text.gguf_vocabulary import (
     ADDED,
     BYTE,
+    END_KEYS,
     MERGES,
     PRE,
     ROLES,
@@ -30,7 +31,6 @@ from paceline.text.gguf_vocabulary import (
 
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
 ADD_SPACE = "tokenizer.ggml.add_space_prefix"
-END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 ENDS = frozenset(
     {

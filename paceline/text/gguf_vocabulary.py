@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
 from paceline.gguf.gguf_file import GgufError, GgufFile
+
+log = logging.getLogger(__name__)
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -28,6 +31,7 @@ ROLES: Mapping[str, str] = {
 }
 SENTENCEPIECE_ROLES: Mapping[str, int] = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 """Ids where a sentencepiece file names none."""
+END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
 class GgufVocabulary:
@@ -100,11 +104,15 @@ class GgufVocabulary:
         return {self.tokens[id_]: id_ for id_ in sorted(ids) if self.tokens[id_]}
 
     def named(self, key: str) -> int | None:
-        """The id that a key of the file gives; None without the key."""
+        """The id that a key of the file gives; None without the key, and for an end that the vocabulary lacks."""
         id_: int | None = self._file.get(key, int)
-        if id_ is not None and not 0 <= id_ < len(self.tokens):
-            raise self.error(f"{key} is {id_}, and {TOKENS} has {len(self.tokens)} entries")
-        return id_
+        if id_ is None or 0 <= id_ < len(self.tokens):
+            return id_
+        fault = self.error(f"{key} is {id_}, and {TOKENS} has {len(self.tokens)} entries")
+        if key not in END_KEYS:
+            raise fault
+        log.warning("%s: left out", fault)
+        return None
 
     def is_special(self, id_: int) -> bool:
         """Whether an added token controls the model, and is not text."""

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from paceline.gguf.gguf_file import GgufFile, is_gguf
-from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_model
-from paceline.text.chat_template import ChatTemplate
+from paceline.model_names import BrokenFileError, ModelNotFoundError, fake_vocabulary, json_object, resolve_model
+from paceline.text.chat_template import ChatTemplate, ChatTemplateError
 from paceline.text.chat_template_files import DEFAULT, TOOL_USE, folder_templates, gguf_templates
 from paceline.text.gguf_tokenizer import gguf_backend, gguf_special_tokens
 from paceline.text.gguf_vocabulary import BYTE_LEVEL, gguf_vocabulary
@@ -73,10 +73,14 @@ class Tokenizer:
         if vocabulary := fake_vocabulary(location):
             size, fingerprint = vocabulary
             return cls(_numbers(size), {}, FAKE_MODEL_CHAT_TEMPLATE, fingerprint)
-        if is_gguf(location):
-            return cls._from_gguf(GgufFile.open(location))
-        folder = Path(location)
-        config = _read_json(folder / "tokenizer_config.json")
+        try:
+            return cls._from_gguf(GgufFile.open(location)) if is_gguf(location) else cls._from_folder(Path(location))
+        except ChatTemplateError as error:
+            raise BrokenFileError(f"{location}: {error}") from error
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Tokenizer:
+        config = _configuration(folder)
         return cls(_read_backend(folder), _named_tokens(config), folder_templates(folder, config))
 
     @classmethod
@@ -224,13 +228,13 @@ def _gguf_texts(file: GgufFile) -> TokenTexts | None:
 
 
 def _folder_texts(folder: Path) -> TokenTexts | None:
-    content = _read_json(folder / "tokenizer.json")
+    content = json_object(folder / "tokenizer.json")
     if not is_byte_level(content.get("decoder")):
         return None
     added = content.get("added_tokens", [])
     ids = content["model"]["vocab"] | {each["content"]: each["id"] for each in added}
     special = {each["content"] for each in added if each["special"]}
-    special.update(_named_tokens(_read_json(folder / "tokenizer_config.json")).values())
+    special.update(_named_tokens(_configuration(folder)).values())
     return TokenTexts(byte_level_pieces(ids), frozenset(ids[token] for token in special if token in ids))
 
 
@@ -239,7 +243,9 @@ def vocabulary_fingerprint(model: str) -> str:
     location = resolve_model(model)
     if is_gguf(location):  # without the tokenizer, which takes longer
         return _digest(gguf_vocabulary(GgufFile.open(location)).ids)
-    return Tokenizer.load(model).fingerprint
+    if vocabulary := fake_vocabulary(location):
+        return vocabulary[1]
+    return _digest(_read_backend(Path(location)).get_vocab(with_added_tokens=True))
 
 
 def _digest(ids: Mapping[str, int]) -> str:
@@ -264,16 +270,13 @@ def _read_backend(folder: Path) -> Backend:
     try:
         return Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more specific
-        raise ModelNotFoundError(f"{path} cannot be read, download it again: {error}") from error
+        raise BrokenFileError(f"{path} cannot be read, download it again: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ModelNotFoundError(f"{path} holds no JSON object: download the model again")
-    return content
+def _configuration(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty if there is none."""
+    path = folder / "tokenizer_config.json"
+    return json_object(path) if path.is_file() else {}
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:

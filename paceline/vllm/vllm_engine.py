@@ -45,6 +45,7 @@ from paceline.grammar.lark import PREAMBLE
 from paceline.target_features import VLLM_LACKS, all_features
 from paceline.telemetry.step_stats import StatsTimer, StepStats
 from paceline.text import vocabulary_fingerprint
+from paceline.text.end_tokens import existing_ends
 from paceline.vllm.extra_arguments import ExtraArguments
 from paceline.vllm.target_facts import tokenizer_folder
 
@@ -327,7 +328,8 @@ def _eos_token_ids(model: ModelConfig) -> tuple[int, ...]:
     """From generation_config.json, else from the model's configuration."""
     found = model.try_get_generation_config().get("eos_token_id")
     found = getattr(model.hf_text_config, "eos_token_id", None) if found is None else found
-    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    named = found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(existing_ends(named, model.get_vocab_size()))
 
 
 def _numerics(config: VllmConfig) -> str:

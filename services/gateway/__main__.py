@@ -10,7 +10,9 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
+from paceline.config.sampling_params import GenerationConfig
 from paceline.model_names import served_name
 from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
 from paceline.parsing.reasoning import REASONING_FORMATS
@@ -138,6 +140,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=(AUTO, NONE, *REASONING_FORMATS),
         default=AUTO,
         help="how the models mark their reasoning; auto: as each chat template shows",
+    )
+    add(
+        "--generation-config",
+        choices=get_args(GenerationConfig),
+        default=AUTO,
+        help="auto: sampling defaults of each model's generation_config.json; none: those of the API",
     )
     add(
         "--stored-response-s",

@@ -54,7 +54,14 @@ LEFT_OUT: Json = {"left_out_keywords": list_of(TEXT)}
 HEAD: Json = {"id": TEXT, "object": TEXT, "created": NUMBER, "model": TEXT, "system_fingerprint": TEXT, **LEFT_OUT}
 CHOICE: Json = {"index": NUMBER, "logprobs": {"type": ["object", "null"]}, "finish_reason": FINISH}
 PROMPT_LOGPROBS: Json = {"type": ["array", "null"], "items": {"type": ["object", "null"]}}
-CARD = object_of(id=TEXT, object=TEXT, created=NUMBER, owned_by=TEXT, max_model_len={"type": ["integer", "null"]})
+CARD = object_of(
+    id=TEXT,
+    object=TEXT,
+    created=NUMBER,
+    owned_by=TEXT,
+    max_model_len={"type": ["integer", "null"]},
+    sampling_defaults={"type": "object"},
+)
 RESPONSE_SCHEMAS: Mapping[str, Json] = {
     "Error": object_of(
         error=object_of(message=TEXT, type=TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})

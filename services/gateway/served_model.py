@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Usage, choices_of
 from paceline.output_processor import OutputProcessor
@@ -41,6 +42,8 @@ class ServedModel:
     output_format: OutputFormat = field(default_factory=OutputFormat)
     """How the model writes reasoning and tool calls."""
     tracing: Tracing = NO_TRACING
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of requests that leave these fields of `SamplingParams` out."""
     created: int = field(default_factory=lambda: int(time.time()))
     running: RunningRequests = field(default_factory=RunningRequests)
     queue: AdmissionQueue = field(init=False)

@@ -19,9 +19,11 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from paceline.api_keys import KeyFileError
+from paceline.config.sampling_params import GenerationConfig
 from paceline.launcher import StartError
 from paceline.parsing.output_format import AUTO, OutputFormat, choose_format
 from paceline.parsing.reasoning import REASONING_WORDS
+from paceline.sampling_defaults import sampling_defaults
 from paceline.state.record_store import RecordLimits
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
@@ -83,6 +85,8 @@ class GatewaySettings:
     """How the models write tool calls: a name of `TOOL_FORMATS`; auto: as each chat template shows; or none."""
     reasoning_parser: str = AUTO
     """The same for reasoning: a name of `REASONING_FORMATS`, auto or none."""
+    generation_config: GenerationConfig = "auto"
+    """auto: requests have the sampling defaults of each model's generation_config.json; none: they do not."""
     records: RecordLimits = field(default_factory=RecordLimits)
     """Of what is kept for clients: finished responses, and journals of streams."""
     demo_socket: Path | None = None
@@ -100,7 +104,8 @@ class GatewaySettings:
     @property
     def public(self) -> dict[str, Any]:
         """The options as JSON, without files and paths: of these only whether they are given."""
-        shown = ("host", "port", "grpc_port", "drain_s", "ping_s", "worker_id", "tool_call_parser", "reasoning_parser")
+        addresses, times = ("host", "port", "grpc_port"), ("drain_s", "ping_s")
+        shown = (*addresses, *times, "worker_id", "tool_call_parser", "reasoning_parser", "generation_config")
         given = {name: getattr(self, name) is not None for name in ("chat_template", "api_keys", "edge_tls", "tls")}
         others = {
             "aliases": dict(self.aliases),
@@ -188,8 +193,18 @@ async def _open_models(
         others = tokenizers.keys() - {name}
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
         output_format = _output_format(name, settings, tokenizer)
-        models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars, output_format, tracing))
+        defaults = _sampling_defaults(name, settings)
+        models.append(
+            ServedModel(name, tokenizer, fleet, metrics, capacity, grammars, output_format, tracing, defaults)
+        )
     return ModelDirectory(models, settings.aliases)
+
+
+def _sampling_defaults(model: str, settings: GatewaySettings) -> Mapping[str, Any]:
+    defaults = sampling_defaults(settings.models[model], settings.generation_config)
+    if defaults:
+        log.info("%s: requests have the sampling defaults of its generation_config.json", model, extra=defaults)
+    return defaults
 
 
 def _output_format(model: str, settings: GatewaySettings, tokenizer: Tokenizer) -> OutputFormat:

@@ -23,6 +23,7 @@ from paceline.launcher import StartError
 from paceline.memory_plan import plan_memory
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.kept_row_cost import model_row_cost
+from paceline.model_names import BROKEN
 from paceline.target_features import all_features
 from paceline_services.model_entrypoint import (
     as_start_errors,
@@ -92,7 +93,13 @@ def build_drafting(
         from paceline.wire.remote_draft_client import RemoteDraftClient
 
         return RemoteDraftClient(pipe)
-    local = build_configured_speculator(speculation, config, model.target_weights, model.name)
+    try:
+        local = build_configured_speculator(speculation, config, model.target_weights, model.name)
+    except StartError as error:
+        if not isinstance(error.__cause__, BROKEN):
+            raise
+        log.error("%s: the target serves without it", error)
+        return NoDraftClient()
     if local.vocabulary_fingerprint not in ("", model.fingerprint):
         raise StartError(
             f"{local.model} and {model.name} have different vocabularies: "

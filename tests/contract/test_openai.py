@@ -365,7 +365,8 @@ async def test_fields_without_effect_here_are_accepted(speaking: Stack) -> None:
 async def test_models_are_listed(speaking: Stack) -> None:
     assert [model.id async for model in speaking.client.models.list()] == [MODEL]
     model = await speaking.client.models.retrieve(MODEL)
-    assert (model.object, model.owned_by, model.model_extra) == ("model", "paceline", {"max_model_len": 128})
+    extra = {"max_model_len": 128, "sampling_defaults": {}}
+    assert (model.object, model.owned_by, model.model_extra) == ("model", "paceline", extra)
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
         await speaking.client.models.retrieve("gpt-4")
 

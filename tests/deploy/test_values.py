@@ -162,6 +162,7 @@ OTHER: dict[str, Any] = {
     "logLevel": "debug",
     "toolCallParser": "none",
     "reasoningParser": "none",
+    "generationConfig": "none",
     "cidr": "10.0.0.0/8",
     "interval": "7s",
     "otlpEndpoint": "http://collector.monitoring:4318",

@@ -41,6 +41,7 @@ TRITON = ("unit/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
+MIXED_BITS = ("field/test_mixed_bits.py",)
 PACKED_HEADS = ("exactness/test_packed_heads.py",)
 DEQUANTISED = ("unit/test_gguf_names.py", "unit/test_gguf_config.py")
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
@@ -706,10 +707,17 @@ MUTANTS = (
     ),
     Mutant(
         "GPTQ's zeros are those that are stored, one less than meant",
-        "paceline/model/integer_formats.py",
-        "zeros = (zeros + 1) & (2**bits - 1)",
-        "zeros = zeros & (2**bits - 1)",
+        "paceline/model/quantization.py",
+        "else (zeros + 1) & (2**bits - 1)",
+        "else zeros",
         PACKED_FOLDERS,
+    ),
+    Mutant(
+        "all modules have the bits of the first group",
+        "paceline/model/quantization.py",
+        "        return fitting[-1]",
+        "        return 4",
+        MIXED_BITS,
     ),
     Mutant(
         "GPTQ's groups in the order of activations are taken for neighbours",

@@ -97,7 +97,7 @@ def test_without_a_name_a_published_model_is_served_or_the_shipped_one(
         served.append(options.model)
         raise typer.Exit
 
-    monkeypatch.setattr("paceline.cli.deployment.plan_deployment", stop)
+    monkeypatch.setattr("paceline.cli.serve_command.plan_deployment", stop)
     monkeypatch.setattr("paceline_lab.bench.demo.run", lambda _, model: {"identical": True, "model": model})
 
     def words_of(*command: str) -> str:

@@ -51,6 +51,7 @@ def groups(deployment: Deployment) -> list[list[dict[str, Any]]]:
 def test_services_share_their_common_options() -> None:
     """Only the gateway gets API keys and the names of parsers."""
     given = {"api_keys": Path("keys.json"), "tool_call_parser": "hermes", "reasoning_parser": "none"}
+    given |= {"generation_config": "none"}
     [[gateway], [target], [draft]] = groups(plan(served_model_name="numbers", **given))
     assert gateway["served-model-name"] == target["served-model-name"] == "numbers"
     assert gateway["model"] == target["model"] == draft["target-model"] == "table:64"
@@ -59,6 +60,7 @@ def test_services_share_their_common_options() -> None:
     assert ["api-keys" in each for each in (gateway, target, draft)] == [True, False, False]
     assert gateway["api-keys"] == "keys.json"
     assert (gateway["tool-call-parser"], gateway["reasoning-parser"]) == ("hermes", "none")
+    assert gateway["generation-config"] == "none"
     assert "api-keys" not in groups(plan())[0][0]
 
 

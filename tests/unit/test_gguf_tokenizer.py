@@ -324,7 +324,7 @@ def test_every_end_of_a_turn_is_found(
         ({"merges": None}, "no tokenizer.ggml.merges"),
         ({"merges": ["qq zz"]}, "tokenizer.ggml.merges does not fit"),
         ({"merges": ["alone"]}, "tokenizer.ggml.merges does not fit"),
-        ({"eos_token_id": 99999}, "tokenizer.ggml.eos_token_id is 99999"),
+        ({"bos_token_id": 99999}, "tokenizer.ggml.bos_token_id is 99999"),
         ({"eos_token_id": "2"}, "tokenizer.ggml.eos_token_id is '2'"),
         ({"add_bos_token": True}, "no tokenizer.ggml.bos_token_id"),
     ],

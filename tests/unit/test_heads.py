@@ -141,7 +141,7 @@ class TestCheckpoints:
 
     def test_a_configuration_that_is_no_json(self, method: str, target: TargetWeights, tmp_path: Path) -> None:
         (save_method(tmp_path, method) / "config.json").write_bytes(b'{"hidden_size": \xff')
-        self.refused(tmp_path, method, target, "config.json is no JSON")
+        self.refused(tmp_path, method, target, "config.json cannot be read")
 
     def test_a_folder_without_weights(self, method: str, target: TargetWeights, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(HEAD_METHODS[method].config))

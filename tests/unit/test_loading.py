@@ -154,9 +154,12 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale"
 UP = "model.layers.1.mlp.up_proj.weight"
 RECURRENT = "has layers of the kind linear_attention: choose a model with full or slid"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda folder: os.truncate(folder / "model.safetensors", 5000), r"cannot be loaded: .*metadata"),
+    "truncated": (
+        lambda folder: os.truncate(folder / "model.safetensors", 5000),
+        r"model.safetensors cannot be read \(.*metadata",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded: .*no file named model"),
-    "broken configuration": (lambda folder: (folder / "config.json").write_text("{"), "loaded: .*not a valid JSON"),
+    "broken configuration": (lambda folder: (folder / "config.json").write_text("{"), r"config.json cannot be read"),
     "unknown architecture": (lambda folder: change_config(folder, model_type="abacus"), "cannot be loaded: .*`abacus`"),
     # transformers fills missing weights with noise and only logs it.
     "missing weight": (

@@ -114,6 +114,10 @@ def _transformers_config(checkpoint: Checkpoint, model_type: str, keys: Mapping[
 
 
 def _refuse_unsupported(config: Any, checkpoint: Checkpoint) -> None:
+    if config.num_hidden_layers < 1:
+        raise CheckpointError(f"{checkpoint} has num_hidden_layers {config.num_hidden_layers}: a head has 1 or more")
+    if not isinstance(theta := (config.rope_parameters or {}).get("rope_theta"), int | float):
+        raise CheckpointError(f"{checkpoint} has rope_theta {theta!r}, and no number")
     if config.hidden_act != "silu":
         raise CheckpointError(f"{checkpoint} has hidden_act {config.hidden_act!r}: only heads with 'silu' can be run")
     rotary = (config.rope_parameters or {}).get("rope_type", "default")

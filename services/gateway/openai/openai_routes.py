@@ -124,4 +124,5 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "paceline",
         "max_model_len": model.max_model_len,
+        "sampling_defaults": model.sampling_defaults,
     }

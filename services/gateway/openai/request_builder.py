@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -61,7 +63,7 @@ async def build_requests(
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         with span.child("tokenize"):
             prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls.text))
-        sampling = build_sampling(body, description, grammar.text, bad_words, parsing.gate)
+        sampling = build_sampling(body, description, grammar.text, bad_words, parsing.gate, model.sampling_defaults)
         features = _features(body, sampling, labels, model)
         if body.output_limit[1] == 0 and description.max_model_len in map(len, prompts):
             features |= _full_prompt(body, labels | features, model)
@@ -92,7 +94,9 @@ async def build_requests(
     return [
         request
         for index, prompt in enumerate(prompts)
-        for request in build_choices(body, description, base, prompt, index * body.choice_count)
+        for request in build_choices(
+            body, description, base, prompt, index * body.choice_count, model.sampling_defaults.get("max_tokens")
+        )
     ]
 
 
@@ -109,9 +113,14 @@ def build_sampling(
     grammar: str,
     bad_words: Sequence[Sequence[int]],
     gate: ReasoningGate = ALWAYS,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
-    """The sampling parameters of all completions, but for `max_tokens` and `seed`. Raises `InvalidRequestError`."""
-    given = body.model_dump(include=set(SHARED_FIELDS), exclude_none=True)
+    """The sampling parameters of all completions, but for `max_tokens` and `seed`. Raises `InvalidRequestError`.
+
+    `defaults`: the model's, for fields that the client leaves out.
+    """
+    given = {name: each for name, each in defaults.items() if name in SHARED_FIELDS}
+    given |= body.model_dump(include=set(SHARED_FIELDS), exclude_none=True)
     given |= {"grammar": grammar, "bad_words": bad_words, "logprobs": body.top_log_probs}
     if grammar:
         given |= {"grammar_begins_after": gate.closing, "grammar_waits_if": gate.opening}
@@ -129,15 +138,23 @@ def build_sampling(
 
 
 def build_choices(
-    body: GenerationBody, description: TargetDescription, base: GenerationRequest, prompt: Sequence[int], first: int = 0
+    body: GenerationBody,
+    description: TargetDescription,
+    base: GenerationRequest,
+    prompt: Sequence[int],
+    first: int = 0,
+    default_max_tokens: int | None = None,
 ) -> list[GenerationRequest]:
     """The `n` completions of one prompt: copies of `base`, numbered from `first` on. Raises `InvalidRequestError`.
+
+    `default_max_tokens`: the model's, where neither the client nor the endpoint has a limit.
 
     Only the first one asks for the prompt's log-probabilities. Without a seed of the client's, the seed follows from
     the request id, which nobody can foretell: a request that is built again has the same one.
     """
     _check_prompt(body, description, prompt)
-    max_tokens = _max_tokens(body, description, len(prompt), base.sampling.min_tokens)
+    default = default_max_tokens if body.default_max_tokens is None else body.default_max_tokens
+    max_tokens = _max_tokens(body, description, len(prompt), base.sampling.min_tokens, default)
     seeded = "seed" in base.sampling.model_fields_set
     seed = base.sampling.seed if seeded else _drawn_seed(f"{base.request_id}-{first}")
     requests = []
@@ -286,8 +303,10 @@ def _check_prompt(body: GenerationBody, description: TargetDescription, prompt: 
     check_ids(body.prompt_field, prompt, description.vocabulary_size)
 
 
-def _max_tokens(body: GenerationBody, description: TargetDescription, prompt_tokens: int, min_tokens: int) -> int:
-    """Most tokens of the output: as the client says, else the endpoint's default within the context."""
+def _max_tokens(
+    body: GenerationBody, description: TargetDescription, prompt_tokens: int, min_tokens: int, default: int | None
+) -> int:
+    """Most tokens of the output: as the client says, else the default within the context."""
     available = description.max_model_len - prompt_tokens
     name, limit = body.output_limit
     if limit is not None and limit < 0:
@@ -302,8 +321,7 @@ def _max_tokens(body: GenerationBody, description: TargetDescription, prompt_tok
             code="context_length_exceeded",
         )
     if limit is None:
-        default = available if body.default_max_tokens is None else body.default_max_tokens
-        limit = min(available, max(default, min_tokens))
+        limit = available if default is None else min(available, max(default, min_tokens))
     if min_tokens > limit:
         message = f"min_tokens: {min_tokens} exceed the {limit} tokens that the output may have"
         raise InvalidRequestError(message, param="min_tokens")
