@@ -297,7 +297,7 @@ def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authen
     return authenticator
 
 
-def _load_tokenizer(model: str, chat_template: str | None) -> Tokenizer:
+def _load_tokenizer(model: str, chat_template: str | None = None) -> Tokenizer:
     """A tokenizer whose tables are computed, so that no request waits for them."""
     try:
         tokenizer = Tokenizer.load(model)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from paceline import family
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.draft_client import NoDraftClient
+from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.launcher import StartError
 from paceline.model import load
 from paceline.model_names import ModelNotFoundError
@@ -219,9 +220,9 @@ def test_a_target_serves_without_a_broken_draft_in_its_process(
     checkpoint: Path, copy: Path, breaks: Break, caplog: pytest.LogCaptureFixture
 ) -> None:
     breaks(copy)
-    target = load(str(checkpoint), CONFIG)
+    target, vocabulary = load(str(checkpoint), CONFIG), GrammarVocabulary.of(str(checkpoint))
     with pipes() as (_, pipe):
-        client = build_drafting(target, pipe, draft(copy, draft_placement="target"), CONFIG)
+        client = build_drafting(target, pipe, draft(copy, draft_placement="target"), CONFIG, vocabulary)
     assert isinstance(client, NoDraftClient)
     assert "the target serves without it" in caplog.text
     assert str(copy) in caplog.text
@@ -235,7 +236,8 @@ def test_a_target_serves_without_a_gguf_draft_that_was_cut_off(
         write_gguf(path, tiny_config("qwen2"))
     cut(drafting, 300)
     with pipes() as (_, pipe):
-        client = build_drafting(load(str(target), CONFIG), pipe, draft(drafting, draft_placement="target"), CONFIG)
+        speculation, vocabulary = draft(drafting, draft_placement="target"), GrammarVocabulary.of(str(target))
+        client = build_drafting(load(str(target), CONFIG), pipe, speculation, CONFIG, vocabulary)
     assert isinstance(client, NoDraftClient)
     assert f"{drafting} is cut off within the tensor" in caplog.text
 

@@ -115,7 +115,8 @@ def test_a_configuration_that_counts_them_already(tmp_path: Path) -> None:
 def test_speculation_changes_no_token_beyond_the_original_length(tmp_path: Path) -> None:
     save(tmp_path)
     change_config(tmp_path, **FORMS["as transformers 5 writes it"])
-    llm = LLM(str(tmp_path), {"method": "draft_model", "model": str(tmp_path)}, CONFIG)
+    lockstep = {"draft_schedule": "lockstep", "row_budget": False}
+    llm = LLM(str(tmp_path), {"method": "draft_model", "model": str(tmp_path), **lockstep}, CONFIG)
     prompt, sampling = [(7 * i + 3) % 64 for i in range(ORIGINAL)], SamplingParams(temperature=0.0, max_tokens=100)
     plain, drafted = (llm.generate([prompt], sampling, speculative=each)[0] for each in (False, True))
     assert drafted.tokens == plain.tokens
