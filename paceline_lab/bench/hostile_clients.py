@@ -10,6 +10,12 @@ sends, while another client keeps sending small requests:
 - `no messages`: bytes that are no protobuf, to target and draft, and to their health and reflection services.
 - `other sites`: text posted by a page of another site.
 
+A second stack serves the same model with a vocabulary of 262,144 tokens, and rows beyond them that its draft does not
+have. Its other client reads 20 streams at once, and waits for the longest gap in any of them:
+
+- `first grammar`: the first request with a grammar, a second after the streams began.
+- `padded ids`: prompts of token ids that stand for no token.
+
 Each row of the table has the responses, the time they took, the peak of additional memory of all processes, and the
 other client's waiting time: alone (median), and during the attack (median and longest). The last line is one JSON
 document: `attacks`, the same, times in seconds and memory in MB (10^6 bytes, proportional set size); and `tracebacks`,
@@ -21,10 +27,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -37,10 +46,14 @@ from paceline.cli.http_client import HttpClient, HttpCompletion, open_client
 from paceline.cli.local_stack import LocalStack, running_stack
 from paceline.cli.process_tree import tree_pss_mb
 from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.config import SpeculativeConfig
+from paceline_lab.bench.large_vocabulary import TOKENS, write_large_family
 
 ALONE = 9
 """Requests of the other client without an attack."""
-ATTACKS = 6
+ATTACKS = 8
+STREAMS, STREAM_TOKENS = 20, 64
+"""Of the other client of the large vocabulary."""
 POLL_S = 0.2
 SIZE = 8_000_000
 METHODS = {
@@ -91,7 +104,8 @@ class HostileBench:
 
     async def all(self, done: Callable[[], None]) -> None:
         """Run one attack after another; `done` is called after each."""
-        every = (
+        await self._run(
+            done,
             self._costly_grammars,
             self._huge_prompts,
             self._huge_texts,
@@ -99,7 +113,13 @@ class HostileBench:
             self._no_messages,
             self._other_sites,
         )
-        for attack in every:
+
+    async def on_large_vocabulary(self, done: Callable[[], None]) -> None:
+        """The attacks that need one."""
+        await self._run(done, self._first_grammar, self._padded_ids)
+
+    async def _run(self, done: Callable[[], None], *attacks: Callable[[], Awaitable[Attack]]) -> None:
+        for attack in attacks:
             self.attacks.append(await attack())
             done()
 
@@ -149,6 +169,25 @@ class HostileBench:
             "/v1/completions", {"prompt": f"x = {next(self._numbers)}", "max_tokens": 8}, on_progress
         )
         return first
+
+    async def _first_grammar(self) -> Attack:
+        send = self._sender("/v1/completions", _with_grammar({"json": {"type": "object"}}))
+        return await self._attack("first grammar", [_later(send)], self._longest_gap_s)
+
+    async def _padded_ids(self) -> Attack:
+        bodies = ({"prompt": [1, 2, TOKENS + i], "max_tokens": 16, "ignore_eos": True} for i in range(20))
+        sends = [_later(self._sender("/v1/completions", body)) for body in bodies]
+        return await self._attack("padded ids", sends, self._longest_gap_s)
+
+    async def _longest_gap_s(self) -> float:
+        """Longest time between two events of a stream, of many streams at once."""
+        return max(await asyncio.gather(*(self._gap_s() for _ in range(STREAMS))))
+
+    async def _gap_s(self) -> float:
+        body = {"prompt": f"x = {next(self._numbers)}", "max_tokens": STREAM_TOKENS, "ignore_eos": True}
+        times: list[float] = []
+        await self.client.stream("/v1/completions", body, lambda _: times.append(time.perf_counter()))
+        return max(after - before for before, after in pairwise(times))
 
     async def _no_messages(self) -> Attack:
         deployment = self.stack.deployment
@@ -213,6 +252,16 @@ def _with_grammar(grammar: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": "x", "max_tokens": 1, "structured_outputs": grammar}
 
 
+def _later(send: Send) -> Send:
+    """A second after the other client began."""
+
+    async def wait_and_send() -> Any:
+        await asyncio.sleep(1.0)
+        return await send()
+
+    return wait_and_send
+
+
 def _malformed(address: str, method: str) -> Send:
     async def send() -> str:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -246,16 +295,26 @@ async def _seconds(send: Send) -> float:
 
 
 async def _bench(console: Console, result: HostileResult) -> None:
+    with TemporaryDirectory() as folder, progress(console, "attacks", ATTACKS) as done:
+        async with _attacked(DeploymentOptions(), result) as bench:
+            await bench.all(done)
+        target, draft = write_large_family(Path(folder))
+        speculation = SpeculativeConfig(method="draft_model", model=str(draft))
+        async with _attacked(DeploymentOptions(str(target), speculation), result) as bench:
+            await bench.on_large_vocabulary(done)
+
+
+@asynccontextmanager
+async def _attacked(options: DeploymentOptions, result: HostileResult) -> AsyncIterator[HostileBench]:
     lines: list[str] = []
-    deployment = plan_deployment(DeploymentOptions())
+    deployment = plan_deployment(options)
     async with running_stack(deployment, lines.append) as stack, open_client(deployment.url) as client:
         client.http.timeout = httpx.Timeout(600.0)
         await stack.ready()
         try:
-            with progress(console, "attacks", ATTACKS) as done:
-                await HostileBench(stack, client, result.attacks).all(done)
+            yield HostileBench(stack, client, result.attacks)
         finally:
-            result.tracebacks = sum("Traceback" in line for line in lines)
+            result.tracebacks += sum("Traceback" in line for line in lines)
 
 
 def _table(attacks: Sequence[Attack]) -> Table:
