@@ -228,7 +228,8 @@ def _gguf_texts(file: GgufFile) -> TokenTexts | None:
 
 
 def _folder_texts(folder: Path) -> TokenTexts | None:
-    content = json_object(folder / "tokenizer.json")
+    path = folder / "tokenizer.json"
+    content = json_object(path) if path.is_file() else {}
     if not is_byte_level(content.get("decoder")):
         return None
     added = content.get("added_tokens", [])

@@ -315,7 +315,7 @@ def test_a_file_has_the_options_of_a_command_and_the_command_line_overrides_them
         plans.append(options)
         raise typer.Exit
 
-    monkeypatch.setattr("paceline.cli.deployment.plan_deployment", stop)
+    monkeypatch.setattr("paceline.cli.serve_command.plan_deployment", stop)
     for more in ([], ["--port", "9"]):
         result = CliRunner().invoke(main, ["serve", "--config", str(path), *more])
         assert result.exit_code == 0, result.output
