@@ -29,7 +29,9 @@ def sampling_defaults(model: str, generation_config: GenerationConfig = "auto") 
         return {}
     content = json_object(path)
     named = {field: content[key] for key, field in FIELDS.items() if content.get(key) is not None}
+    if named.get("max_tokens") in (0, -1):  # no limit
+        del named["max_tokens"]
     try:
         return SamplingParams.model_validate(named).model_dump(include=set(named))
     except ValidationError as error:
-        raise BrokenFileError(f"{path}: {first_error(error)}") from error
+        raise BrokenFileError(f"{path}: {first_error(error).replace('max_tokens', 'max_new_tokens')}") from error

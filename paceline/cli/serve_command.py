@@ -51,7 +51,15 @@ def _planned(options: DeploymentOptions) -> Deployment:
         if options.speculation is None or not isinstance(error.__cause__, BROKEN):
             raise
         log.error("%s: the others serve without it", error)
-        return plan_deployment(replace(options, speculation=SpeculativeConfig()))
+        return plan_deployment(replace(options, speculation=_lookups(options.speculation)))
+
+
+def _lookups(speculation: SpeculativeConfig) -> SpeculativeConfig:
+    """The methods of a configuration that need no model."""
+    if not speculation.beside:
+        return SpeculativeConfig()
+    first, *others = speculation.beside
+    return SpeculativeConfig(method=first, beside=tuple(others), draft_placement="target")
 
 
 async def _serve(deployment: Deployment, redis_url: str | None, console: Console) -> int:

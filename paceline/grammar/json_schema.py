@@ -60,8 +60,12 @@ DROPPED: dict[str, Callable[[Node], bool]] = {
 """Keywords that say nothing beside such keywords. Later ones see what earlier ones leave."""
 
 
+OURS = ("lenient", "json_allowed_escapes")
+"""Options that a schema cannot set."""
+
+
 def llguidance_schema(schema: Mapping[str, Any] | bool, options: Node, *, strict: bool = True) -> Node | bool:
-    """The schema with these `x-guidance` options, unless it has its own.
+    """The schema with these `x-guidance` options, and its own, but for those that decide what is left out.
 
     `strict`: false leaves out what cannot be compiled. Raises `GrammarError`.
     """
@@ -76,7 +80,8 @@ def llguidance_schema(schema: Mapping[str, Any] | bool, options: Node, *, strict
     if not strict:
         options = {**options, "lenient": True}
     # It comes last: llguidance moves the last keyword into its place, and the order of keywords orders properties.
-    return {**node, "x-guidance": schema.get("x-guidance", options)}
+    own = schema.get("x-guidance") or {}
+    return {**node, "x-guidance": {**options, **{key: each for key, each in own.items() if key not in OURS}}}
 
 
 def unknown_keywords(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -155,10 +155,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    untouched = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if (small_pages := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:
-        untouched.madvise(small_pages)
-    return torch.frombuffer(untouched, dtype=dtype).view(shape)
+    count = math.prod(shape)
+    untouched = mmap.mmap(-1, max(count, 1) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # not Linux, or a kernel without huge pages
+        untouched.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(untouched, dtype=dtype)[:count].view(shape)
 
 
 class AttentionOptions(NamedTuple):

@@ -194,7 +194,9 @@ def _sizes(path: Path) -> str:
 
 def check_files(folder: Path) -> None:
     """Find the file of a folder that cannot be read. Raises `BrokenFileError`."""
-    for path in (folder / "config.json", folder / "generation_config.json", *folder.glob("*.index.json")):
+    indexed = ".safetensors" if any(folder.glob("*.safetensors")) else ""  # others may be left over
+    indexes = folder.glob(f"*{indexed}.index.json")
+    for path in (folder / "config.json", folder / "generation_config.json", *indexes):
         content = json_object(path) if path.is_file() else {}
         if not path.name.endswith(".index.json"):
             continue

@@ -218,6 +218,8 @@ def _refusing(path: Path) -> Iterator[None]:
         yield
     except (CheckpointError, GgufError, ModelNotFoundError, RendezvousError, RankLostError):
         raise
+    except (MemoryError, torch.OutOfMemoryError):  # another try may find more
+        raise
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -232,7 +234,8 @@ def _refusing(path: Path) -> Iterator[None]:
                 raise BrokenCheckpointError(str(fault)) from error
         key = isinstance(error, KeyError) and " " not in str(error)
         cause = f"{error} is not known here" if key else first_sentence(error)
-        raise BrokenCheckpointError(f"the model in {path} cannot be loaded: {cause}") from error
+        kind = ValueError if isinstance(error, (ImportError, RuntimeError)) else BrokenCheckpointError
+        raise kind(f"the model in {path} cannot be loaded: {cause}") from error
 
 
 def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) -> nn.Module:
@@ -392,5 +395,6 @@ def end_tokens(path: Path, config: Any) -> list[int]:
         eos = getattr(config, "eos_token_id", None)
     named = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(each) is int for each in named):
-        raise ValueError(f"eos_token_id in {generation} is {eos!r}: it has to be a token id, or a list of them")
+        source = generation if generation.is_file() else path / "config.json"
+        raise ValueError(f"eos_token_id in {source} is {eos!r}: it has to be a token id, or a list of them")
     return existing_ends(named, int(config.get_text_config(decoder=True).vocab_size))

@@ -47,7 +47,8 @@ def float8_group(scale: Sequence[int], width: int, settings: Settings) -> int | 
     `scale`: the shape of the weight's scales, as in quantization.py.
     """
     columns, block = scale[1] if len(scale) == 2 else 1, block_of(settings)
-    group = block[1] if block is not None and columns > 1 else -(-width // columns)
+    of_blocks = block is not None and columns > 1 and -(-width // block[1]) == columns
+    group = block[1] if block is not None and of_blocks else -(-width // columns)
     return group if width % BLOCK == 0 and (columns == 1 or group % UNIT == 0) else None
 
 

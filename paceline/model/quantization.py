@@ -176,11 +176,15 @@ def block_of(settings: Settings) -> Sequence[int] | None:
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None) -> Tensor:
-    """Expand scales to a weight's shape [out, in]. `block`: the sides of blocks; None: equal blocks, one per scale."""
+    """Expand scales to a weight's shape [out, in]. `block`: the sides of blocks; None, or another number of scales than
+    such blocks have: equal blocks, one per scale."""
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     if scale.dim() == 1:
         scale = scale.unsqueeze(1)
+    if block is not None:
+        blocks = [math.ceil(size / side) for size, side in zip(shape, block, strict=True)]
+        block = block if blocks == list(scale.shape) else None  # it is of other modules
     for axis, size in enumerate(shape):
         side = block[axis] if block is not None else math.ceil(size / scale.shape[axis])
         scale = scale.repeat_interleave(side, axis).narrow(axis, 0, size)
@@ -318,7 +322,7 @@ def auto_round_equal(settings: Settings) -> Settings:
 
 def _check_auto_round(settings: Settings) -> str | None:
     packing, bits, kind = settings.get("packing_format"), settings.get("bits"), settings.get("data_type", "int")
-    known = packing in AUTO_ROUND_PACKINGS and kind == "int" and bits in (2, 4, 8)
+    known = packing in AUTO_ROUND_PACKINGS and kind == "int" and bits in ((4,) if "awq" in str(packing) else (2, 4, 8))
     return None if known else f"{packing} of {bits} bits, {kind}"
 
 

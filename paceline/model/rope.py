@@ -23,7 +23,7 @@ def rope_settings(config: Any) -> list[Mapping[str, Any]]:
 def positions_in(config: Any) -> int:
     """Positions of a model, with those that YaRN adds, as vLLM counts them; 0 if its configuration does not say."""
     scaled = [
-        int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0))
+        int(float(rope.get("factor") or 0) * int(rope.get("original_max_position_embeddings") or 0))
         for rope in rope_settings(config)
         if rope.get("rope_type") == "yarn"
     ]

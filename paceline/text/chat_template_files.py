@@ -33,7 +33,8 @@ def folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         source, template = path, json_object(path).get("chat_template")
     named: dict[Any, Any]
     if isinstance(template, list):
-        named = {each["name"]: each.get("template") for each in template if isinstance(each, dict) and "name" in each}
+        entries = [each for each in template if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        named = {each["name"]: each.get("template") for each in entries}
     else:
         named = {} if template is None else {DEFAULT: template}
     if not all(isinstance(text, str) for pair in named.items() for text in pair):

@@ -15,7 +15,7 @@ from tokenizers import models, pre_tokenizers
 
 from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model_names import BrokenFileError, ModelNotFoundError, fake_vocabulary, json_object, resolve_model
-from paceline.text.chat_template import ChatTemplate, ChatTemplateError
+from paceline.text.chat_template import ChatTemplate
 from paceline.text.chat_template_files import DEFAULT, TOOL_USE, folder_templates, gguf_templates
 from paceline.text.gguf_tokenizer import gguf_backend, gguf_special_tokens
 from paceline.text.gguf_vocabulary import BYTE_LEVEL, gguf_vocabulary
@@ -50,10 +50,7 @@ class Tokenizer:
         fingerprint: str | None = None,
     ) -> None:
         """`special_tokens` by role: `bos_token`, `eos_token`, ... `chat_templates`: by name, or the only one.
-        `fingerprint`: else the vocabulary's digest.
-
-        Raises `ChatTemplateError` if a template that serves chats does not parse.
-        """
+        `fingerprint`: else the vocabulary's digest."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -62,21 +59,16 @@ class Tokenizer:
         """Equal for two tokenizers if and only if every id is the same token."""
         named = {DEFAULT: chat_templates} if isinstance(chat_templates, str) else chat_templates
         self._templates = dict(named or {})
-        self.chat_template = self._named_template(DEFAULT)
-        """For chats without tools."""
-        self._tool_template = self._named_template(TOOL_USE)
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
-        """The tokenizer of a model by name (see `paceline.model_names`). Raises `ModelNotFoundError` or `GgufError`."""
+        """The tokenizer of a model by name (see `paceline.model_names`). Raises `ModelNotFoundError` or `GgufError`;
+        its chat templates are parsed when they are used."""
         location = resolve_model(model)
         if vocabulary := fake_vocabulary(location):
             size, fingerprint = vocabulary
             return cls(_numbers(size), {}, FAKE_MODEL_CHAT_TEMPLATE, fingerprint)
-        try:
-            return cls._from_gguf(GgufFile.open(location)) if is_gguf(location) else cls._from_folder(Path(location))
-        except ChatTemplateError as error:
-            raise BrokenFileError(f"{location}: {error}") from error
+        return cls._from_gguf(GgufFile.open(location)) if is_gguf(location) else cls._from_folder(Path(location))
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
@@ -88,8 +80,20 @@ class Tokenizer:
         fingerprint = _digest(gguf_vocabulary(file).ids)
         return cls(gguf_backend(file), gguf_special_tokens(file), gguf_templates(file), fingerprint)
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """For chats without tools. Raises `ChatTemplateError` if it does not parse."""
+        return self._named_template(DEFAULT)
+
+    @cached_property
+    def _tool_template(self) -> ChatTemplate | None:
+        return self._named_template(TOOL_USE)
+
     def template_for(self, *, tools: bool) -> ChatTemplate | None:
-        """The chat template of requests with or without tools: some models have one of their own for tools."""
+        """The chat template of requests with or without tools: some models have one of their own for tools.
+
+        Raises `ChatTemplateError` if it does not parse.
+        """
         return (self._tool_template if tools else None) or self.chat_template
 
     def use_chat_template(self, given: str) -> None:
@@ -191,8 +195,9 @@ class Tokenizer:
         return encoder
 
     def prepare(self) -> None:
-        """Compute the tables now. Raises ValueError if the tokenizer cannot decode incrementally."""
-        _ = self.visible_pieces, self.longest_token
+        """Compute the tables now. Raises ValueError if the tokenizer cannot decode incrementally, or
+        `ChatTemplateError`."""
+        _ = self.visible_pieces, self.longest_token, self.template_for(tools=False), self.template_for(tools=True)
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text; b"" for an id beyond the vocabulary."""
@@ -230,7 +235,7 @@ def _gguf_texts(file: GgufFile) -> TokenTexts | None:
 def _folder_texts(folder: Path) -> TokenTexts | None:
     path = folder / "tokenizer.json"
     content = json_object(path) if path.is_file() else {}
-    if not is_byte_level(content.get("decoder")):
+    if not is_byte_level(content.get("decoder")) or not isinstance(content["model"].get("vocab"), dict):
         return None
     added = content.get("added_tokens", [])
     ids = content["model"]["vocab"] | {each["content"]: each["id"] for each in added}

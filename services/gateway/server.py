@@ -299,16 +299,16 @@ def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authen
 
 def _load_tokenizer(model: str, chat_template: str | None = None) -> Tokenizer:
     """A tokenizer whose tables are computed, so that no request waits for them."""
-    try:
-        tokenizer = Tokenizer.load(model)
-        tokenizer.prepare()
-    except (ChatTemplateError, ValueError) as error:
-        raise StartError(f"--model {model}: {error}") from error
+    tokenizer = Tokenizer.load(model)
     try:
         if chat_template is not None:
             tokenizer.use_chat_template(chat_template)
     except (ChatTemplateError, ValueError) as error:
-        raise StartError(f"--chat-template: {error}") from error
+        raise StartError(f"--chat-template, for {model}: {error}") from error
+    try:
+        tokenizer.prepare()
+    except (ChatTemplateError, ValueError) as error:
+        raise StartError(f"--model {model}: {error}") from error
     return tokenizer
 
 

@@ -141,3 +141,9 @@ def test_a_format_beside_a_pattern_that_is_left_out_is_kept_to() -> None:
     grammar = grammar_from_schema({"type": "string", "format": "date", "pattern": "^(?!a)"}, strict=False)
     assert accepts(grammar, '"2026-11-28"')
     assert not accepts(grammar, '"b"')
+
+
+@pytest.mark.parametrize("given", [{"whitespace_flexible": False}, {"lenient": False}, {"json_allowed_escapes": ""}])
+def test_a_schemas_own_options_decide_nothing_about_what_is_left_out(given: dict[str, object]) -> None:
+    assert examined(grammar_from_schema({**SET, "x-guidance": given}, strict=False)) == ("", LEFT_OUT)
+    assert examined(grammar_from_schema({**SET, "x-guidance": {**given, "lenient": True}}))[0]

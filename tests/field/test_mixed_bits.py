@@ -22,7 +22,7 @@ from paceline.model.packed_model import PackedModel
 from paceline.model.quantization import dequantized_weights
 from tests.helpers.checkpoints import change_config, change_weights, save_tokenizer
 from tests.helpers.gguf_files import BASE, tiny_config
-from tests.helpers.quantized_checkpoints import Stored, fp8_rows, gptq, integers_packed, quantise_weights
+from tests.helpers.quantized_checkpoints import Stored, fp8_groups, fp8_rows, gptq, integers_packed, quantise_weights
 from tests.helpers.row_runs import one_by_one
 
 SEQUENCE = torch.arange(40).unsqueeze(0)
@@ -36,8 +36,8 @@ class Mixture(NamedTuple):
     settings: Mapping[str, Any]
 
 
-def group(target: str, form: str, bits: int, kind: str = "int") -> Mapping[str, Any]:
-    weights = {"num_bits": bits, "type": kind, "symmetric": True, "block_structure": None}
+def group(target: str, form: str, bits: int, kind: str = "int", **more: object) -> Mapping[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, "block_structure": None, **more}
     return {"targets": [target], "format": form, "weights": weights}
 
 
@@ -62,6 +62,13 @@ MIXTURES = {
     "4 bits beside FP8": Mixture(
         {"q_proj.weight": fp8_rows, "o_proj.weight": fp8_rows, "_proj.weight": FOUR},
         compressed(group("re:.*attn.*", "float-quantized", 8, "float"), group("re:.*mlp.*", "pack-quantized", 4)),
+    ),
+    "FP8 by blocks beside FP8 by rows": Mixture(
+        {"down_proj.weight": fp8_groups, "o_proj.weight": fp8_rows, "_proj.weight": fp8_groups},
+        compressed(
+            group("re:.*o_proj", "float-quantized", 8, "float"),
+            group("Linear", "float-quantized", 8, "float", block_structure=[128, 128]),
+        ),
     ),
     "GPTQ with exceptions": Mixture(
         {"o_proj.weight": partial(IN_ORDER, bits=8), "_proj.weight": IN_ORDER},

@@ -78,6 +78,17 @@ def test_a_gguf_file_has_named_templates_too(tmp_path: Path) -> None:
     assert (rendered(tokenizer), rendered(tokenizer, tools=[TOOL])) == ("plain hi", "1 tools, hi")
 
 
+def test_an_operators_template_replaces_one_that_does_not_parse(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {**TEMPLATES, "default": "{% if %}", "tool_use": "{% if %}"})
+    tokenizer = Tokenizer.load(folder)
+    with pytest.raises(ChatTemplateError, match="does not parse"):
+        tokenizer.prepare()
+    (tmp_path / "mine.jinja").write_text("mine")
+    tokenizer.use_chat_template(str(tmp_path / "mine.jinja"))
+    tokenizer.prepare()
+    assert rendered(tokenizer, tools=[TOOL]) == "mine"
+
+
 def test_an_operator_chooses_a_template(tmp_path: Path) -> None:
     """By name or from a file; then it serves all chats."""
     tokenizer = Tokenizer.load(folder_of(tmp_path, TEMPLATES))

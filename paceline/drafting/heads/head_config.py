@@ -30,6 +30,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 IGNORED_KEYS = ("model_type", "transformers_version", "architectures", "torch_dtype", "dtype", "auto_map")
 
 
+FLOATS = ("rms_norm_eps", "rope_theta")
+
+
 @dataclass(frozen=True, slots=True)
 class PlainDecoder:
     """The keys of a Llama that names all sizes, and does not scale its rotary embedding. Most heads are such, and load
@@ -50,9 +53,11 @@ class PlainDecoder:
         sizes: dict[str, Any] = {each.name: keys.get(each.name) for each in fields(cls)}
         scaled = keys.get("rope_scaling") or keys.get("rope_parameters")
         others = scaled or keys.get("hidden_act", "silu") != "silu"
-        if others or not all(type(size) in (int, float) and size > 0 for size in sizes.values()):
+        numbers = all(type(sizes[name]) is int or name in FLOATS for name in sizes)
+        if others or not numbers or not all(type(size) in (int, float) and size > 0 for size in sizes.values()):
             return None
-        return cls(**sizes) if sizes["num_attention_heads"] % sizes["num_key_value_heads"] == 0 else None
+        whole = sizes["num_attention_heads"] % sizes["num_key_value_heads"] == 0 == sizes["head_dim"] % 2
+        return cls(**sizes) if whole else None
 
 
 def head_rotary(config: PlainDecoder | PretrainedConfig, positions: int, device: torch.device | str) -> RotaryTables:
