@@ -65,7 +65,7 @@ OURS = ("lenient", "json_allowed_escapes")
 
 
 def llguidance_schema(schema: Mapping[str, Any] | bool, options: Node, *, strict: bool = True) -> Node | bool:
-    """The schema with these `x-guidance` options, and its own, but for those that decide what is left out.
+    """The schema with these `x-guidance` options, or its own, but for those that decide what is left out.
 
     `strict`: false leaves out what cannot be compiled. Raises `GrammarError`.
     """
@@ -80,8 +80,8 @@ def llguidance_schema(schema: Mapping[str, Any] | bool, options: Node, *, strict
     if not strict:
         options = {**options, "lenient": True}
     # It comes last: llguidance moves the last keyword into its place, and the order of keywords orders properties.
-    own = schema.get("x-guidance") or {}
-    return {**node, "x-guidance": {**options, **{key: each for key, each in own.items() if key not in OURS}}}
+    chosen = {key: each for key, each in schema.get("x-guidance", options).items() if key not in OURS}
+    return {**node, "x-guidance": chosen | {key: options[key] for key in OURS if key in options}}
 
 
 def unknown_keywords(text: str) -> list[str]:
