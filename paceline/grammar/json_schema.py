@@ -80,7 +80,10 @@ def llguidance_schema(schema: Mapping[str, Any] | bool, options: Node, *, strict
     if not strict:
         options = {**options, "lenient": True}
     # It comes last: llguidance moves the last keyword into its place, and the order of keywords orders properties.
-    chosen = {key: each for key, each in schema.get("x-guidance", options).items() if key not in OURS}
+    own = schema.get("x-guidance", options)
+    if not isinstance(own, Mapping):
+        raise GrammarError("x-guidance: it has to be an object of llguidance's options")
+    chosen = {key: each for key, each in own.items() if key not in OURS}
     return {**node, "x-guidance": chosen | {key: options[key] for key in OURS if key in options}}
 
 

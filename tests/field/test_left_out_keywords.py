@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from paceline.grammar import grammar_from_schema
 from paceline.grammar.grammar_checker import examined
+from paceline.grammar.grammar_error import GrammarError
 from paceline.text import Tokenizer
 from paceline.v1 import inference_pb2 as pb
 from tests.helpers.openai_stack import EOS, MODEL, Stack, open_stack
@@ -141,6 +142,11 @@ def test_a_format_beside_a_pattern_that_is_left_out_is_kept_to() -> None:
     grammar = grammar_from_schema({"type": "string", "format": "date", "pattern": "^(?!a)"}, strict=False)
     assert accepts(grammar, '"2026-11-28"')
     assert not accepts(grammar, '"b"')
+
+
+def test_options_that_are_no_object_are_refused() -> None:
+    with pytest.raises(GrammarError, match="x-guidance"):
+        grammar_from_schema({**SET, "x-guidance": 5}, strict=False)
 
 
 @pytest.mark.parametrize("given", [{"whitespace_flexible": False}, {"lenient": False}, {"json_allowed_escapes": ""}])
