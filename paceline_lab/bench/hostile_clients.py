@@ -14,7 +14,7 @@ A second stack serves the same model with a vocabulary of 262,144 tokens, and ro
 have. Its other client reads 20 streams at once, and waits for the longest gap in any of them:
 
 - `first grammar`: the first request with a grammar, a second after the streams began.
-- `padded ids`: prompts of token ids that stand for no token.
+- `ids`, `padded ids`: twenty prompts of token ids, which are tokens, or stand for none.
 
 Each row of the table has the responses, the time they took, the peak of additional memory of all processes, and the
 other client's waiting time: alone (median), and during the attack (median and longest). The last line is one JSON
@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
@@ -51,7 +52,7 @@ from paceline_lab.bench.large_vocabulary import TOKENS, write_large_family
 
 ALONE = 9
 """Requests of the other client without an attack."""
-ATTACKS = 8
+ATTACKS = 9
 STREAMS, STREAM_TOKENS = 20, 64
 """Of the other client of the large vocabulary."""
 POLL_S = 0.2
@@ -116,7 +117,9 @@ class HostileBench:
 
     async def on_large_vocabulary(self, done: Callable[[], None]) -> None:
         """The attacks that need one."""
-        await self._run(done, self._first_grammar, self._padded_ids)
+        await self._run(
+            done, self._first_grammar, partial(self._ids, "ids", 3), partial(self._ids, "padded ids", TOKENS)
+        )
 
     async def _run(self, done: Callable[[], None], *attacks: Callable[[], Awaitable[Attack]]) -> None:
         for attack in attacks:
@@ -174,10 +177,10 @@ class HostileBench:
         send = self._sender("/v1/completions", _with_grammar({"json": {"type": "object"}}))
         return await self._attack("first grammar", [_later(send)], self._longest_gap_s)
 
-    async def _padded_ids(self) -> Attack:
-        bodies = ({"prompt": [1, 2, TOKENS + i], "max_tokens": 16, "ignore_eos": True} for i in range(20))
+    async def _ids(self, name: str, first: int) -> Attack:
+        bodies = ({"prompt": [1, 2, first + i], "max_tokens": 16, "ignore_eos": True} for i in range(STREAMS))
         sends = [_later(self._sender("/v1/completions", body)) for body in bodies]
-        return await self._attack("padded ids", sends, self._longest_gap_s)
+        return await self._attack(name, sends, self._longest_gap_s)
 
     async def _longest_gap_s(self) -> float:
         """Longest time between two events of a stream, of many streams at once."""

@@ -44,6 +44,8 @@ class ServedModel:
     tracing: Tracing = NO_TRACING
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of requests that leave these fields of `SamplingParams` out."""
+    own_length: int | None = None
+    """Positions of the model by its configuration; targets may serve fewer."""
     created: int = field(default_factory=lambda: int(time.time()))
     running: RunningRequests = field(default_factory=RunningRequests)
     queue: AdmissionQueue = field(init=False)
@@ -56,9 +58,9 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt plus output, in tokens; None while no target is up."""
+        """Longest prompt plus output, in tokens; the model's own, or None if it does not say, while no target is up."""
         description = self.fleet.description()
-        return None if description is None else description.max_model_len
+        return self.own_length if description is None else description.max_model_len
 
     @property
     def totals(self) -> ModelTotals:

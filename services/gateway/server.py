@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from paceline.api_keys import KeyFileError
 from paceline.config.sampling_params import GenerationConfig
 from paceline.launcher import StartError
+from paceline.model_length import model_length
 from paceline.parsing.output_format import AUTO, OutputFormat, choose_format
 from paceline.parsing.reasoning import REASONING_WORDS
 from paceline.sampling_defaults import sampling_defaults
@@ -193,10 +194,9 @@ async def _open_models(
         others = tokenizers.keys() - {name}
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
         output_format = _output_format(name, settings, tokenizer)
-        defaults = _sampling_defaults(name, settings)
-        models.append(
-            ServedModel(name, tokenizer, fleet, metrics, capacity, grammars, output_format, tracing, defaults)
-        )
+        shared = (metrics, capacity, grammars, output_format, tracing)
+        defaults, length = _sampling_defaults(name, settings), model_length(settings.models[name])
+        models.append(ServedModel(name, tokenizer, fleet, *shared, defaults, length))
     return ModelDirectory(models, settings.aliases)
 
 
