@@ -12,11 +12,11 @@ import torch
 
 from paceline.config import MAPPING_HINT, EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.config.sampling_params import GenerationConfig
-from paceline.core.messages import Delta, FinishReason, GenerationRequest, LogProbs, SpeculationStats, Timings
 from paceline.drafting import build_lookups, build_speculator, complete_config
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.memory_plan import plan_memory
+from paceline.messages import Delta, FinishReason, GenerationRequest, LogProbs, SpeculationStats, Timings
 from paceline.model import limit_torch_threads, load
 from paceline.model.kept_row_cost import model_row_cost
 from paceline.output_processor import OutputProcessor

@@ -5,7 +5,7 @@ Stop strings are decided here, for the gateway and for `paceline.LLM` alike.
 
 from __future__ import annotations
 
-from paceline.core.messages import Delta, FinishReason, GenerationRequest, Usage
+from paceline.messages import Delta, FinishReason, GenerationRequest, Usage
 from paceline.text import Detokenizer, StopStrings, Tokenizer
 
 

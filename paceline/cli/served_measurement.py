@@ -11,11 +11,11 @@ import httpx
 
 from paceline.cli.http_client import ApiRefusedError, HttpClient, HttpCompletion, open_client
 from paceline.config import SpeculativeConfig
-from paceline.core.messages import SpeculationStats
 from paceline.doctor.measurement import CONCURRENCIES, SEED, groups
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import Prompt
 from paceline.launcher import StartError
+from paceline.messages import SpeculationStats
 
 USAGE = {"stream_options": {"include_usage": True}}
 COUNTS = ("drafted_by_depth", "accepted_by_depth", "drafted_tokens", "verifications", "steps")

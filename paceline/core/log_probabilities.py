@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.messages import LogProbs
 from paceline.core.sampling import log_softmax
+from paceline.messages import LogProbs
 
 
 def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int, listed: Sequence[int] = ()) -> list[LogProbs]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from paceline.config import SpeculativeConfig
-from paceline.core.messages import SpeculationStats
+from paceline.messages import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)

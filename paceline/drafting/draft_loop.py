@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from paceline.core.growth import Growth, GrowthBatch
-from paceline.core.messages import Timings
 from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.ipc.pipe import Pipe, PipeClosedError
+from paceline.messages import Timings
 from paceline.telemetry.round_stats import RoundStats
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.config import SamplingParams
 from paceline.core.growth import Growth
-from paceline.core.messages import reduce_slots
+from paceline.messages import reduce_slots
 
 if TYPE_CHECKING:  # links use these types in processes that do not load torch
     import torch

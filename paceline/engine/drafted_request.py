@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.core.messages import GenerationRequest, SpeculationStats
 from paceline.core.policy.calibration import Calibration
 from paceline.core.tree import TokenTree
 from paceline.drafting.speculator import Commit, Limit, Opening
+from paceline.messages import GenerationRequest, SpeculationStats
 
 OWN_DRAFT_SOURCE = 0
 """The source, in trees, of nodes from a request's own draft. Lookup drafts in this process have the next numbers."""

@@ -18,16 +18,6 @@ from torch import Tensor
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.core.log_probabilities import log_probs
 from paceline.core.logits_rules import History
-from paceline.core.messages import (
-    Delta,
-    EngineLoad,
-    FinishReason,
-    GenerationRequest,
-    LogProbs,
-    PromptLogProbs,
-    SpeculationStats,
-    VerifiedTree,
-)
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
 from paceline.core.sampling import is_finite
@@ -44,6 +34,16 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
 from paceline.engine.slot_pool import SlotPool
 from paceline.grammar.grammar_state import GrammarCompiler
+from paceline.messages import (
+    Delta,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    LogProbs,
+    PromptLogProbs,
+    SpeculationStats,
+    VerifiedTree,
+)
 from paceline.model.model import Model
 from paceline.model.row_probe import finish
 from paceline.model.rows import Row

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from paceline.core.messages import Delta, EngineLoad, GenerationRequest
 from paceline.engine.engine_messages import CalibrationCounts, CancelRequest, StepResult
 from paceline.ipc.pipe import Pipe, PipeClosedError
+from paceline.messages import Delta, EngineLoad, GenerationRequest
 from paceline.telemetry.step_stats import StepStats
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.messages import Delta, EngineLoad
+from paceline.messages import Delta, EngineLoad
 from paceline.telemetry.step_stats import StepStats
 
 

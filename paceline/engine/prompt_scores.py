@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from paceline.core.log_probabilities import log_probs
-from paceline.core.messages import LogProbs, PromptLogProbs
 from paceline.engine.scheduler import ScheduledRequest
+from paceline.messages import LogProbs, PromptLogProbs
 
 ROWS_AT_ONCE = 64
 """Rows that are scored together: each takes several numbers for every token of the vocabulary."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.core.logits_rules import History
-from paceline.core.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, Usage
 from paceline.core.policy.calibration import Calibration
 from paceline.core.tree import TokenTree
 from paceline.engine.drafted_request import DraftedRequest
 from paceline.engine.request_times import RequestTimes
 from paceline.engine.slot_pool import BLOCK_SIZE, Block, SlotPool
 from paceline.grammar.grammar_state import GrammarState
+from paceline.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, Usage
 from paceline.model.rows import SlotTable
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.messages import Timings
+from paceline.messages import Timings
 
 
 @dataclass(slots=True)

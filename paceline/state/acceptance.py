@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
 
-from paceline.core.messages import SpeculationStats
+from paceline.messages import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)

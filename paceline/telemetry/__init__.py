@@ -1,4 +1,4 @@
 """Metrics for Prometheus and log lines.
 
-Import the module you need; `step_stats` needs nothing but this package and `paceline.core.messages`.
+Import the module you need; `step_stats` needs nothing but this package and `paceline.messages`.
 """

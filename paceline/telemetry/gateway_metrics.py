@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from paceline.core.messages import FinishReason, Usage
+from paceline.messages import FinishReason, Usage
 from paceline.telemetry.instruments import MetricFactory
 from paceline.telemetry.key_metrics import KeyMetrics
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.messages import SpeculationStats
+from paceline.messages import SpeculationStats
 
 
 class StatsTimer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from paceline.config import Strategy
-from paceline.core.messages import Timings, Usage
+from paceline.messages import Timings, Usage
 from paceline.telemetry.instruments import MetricFactory
 from paceline.telemetry.step_stats import StepStats
 

@@ -18,7 +18,6 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.core.messages import GenerationRequest
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, StepCost, nodes_to_verify
 from paceline.core.tree import TokenTree
@@ -31,6 +30,7 @@ from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
 from paceline.launcher import Backoff
+from paceline.messages import GenerationRequest
 from paceline.vllm.batch import Batch, ChainRequest, TokenIds
 from paceline.vllm.row_description import RowDescription
 

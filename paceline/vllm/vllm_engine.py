@@ -27,7 +27,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from paceline import __version__
-from paceline.core.messages import (
+from paceline.drafting.vocabulary.stable_tokens import common_prefix_length
+from paceline.engine.engine_messages import EngineInfo
+from paceline.engine.request_times import RequestTimes
+from paceline.grammar.lark import PREAMBLE
+from paceline.messages import (
     GRAMMAR_ERROR,
     Delta,
     EngineLoad,
@@ -38,10 +42,6 @@ from paceline.core.messages import (
     SpeculationStats,
     Usage,
 )
-from paceline.drafting.vocabulary.stable_tokens import common_prefix_length
-from paceline.engine.engine_messages import EngineInfo
-from paceline.engine.request_times import RequestTimes
-from paceline.grammar.lark import PREAMBLE
 from paceline.target_features import VLLM_LACKS, all_features
 from paceline.telemetry.step_stats import StatsTimer, StepStats
 from paceline.text import vocabulary_fingerprint

@@ -1,4 +1,4 @@
-"""`common.proto` ↔ `paceline.config`, `paceline.core.messages`. Decoders raise `WireError`, naming the field."""
+"""`common.proto` ↔ `paceline.config`, `paceline.messages`. Decoders raise `WireError`, naming the field."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams
 from paceline.config.validation_messages import error_message
-from paceline.core.messages import FinishReason, SpeculationStats, Timings
+from paceline.messages import FinishReason, SpeculationStats, Timings
 from paceline.v1 import common_pb2 as pb
 from paceline.wire.field_codec import decode_fields, encode_fields
 from paceline.wire.link_errors import WireError

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.growth import CERTAIN_TOKEN, ROOT_ID, DraftDistribution, Growth, GrowthBatch
-from paceline.core.messages import Timings
 from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, RequestEvent, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
+from paceline.messages import Timings
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire import node_codec

@@ -1,9 +1,9 @@
-"""`target.proto` ↔ `paceline.core.messages`. Decoders raise `WireError`, naming the field."""
+"""`target.proto` ↔ `paceline.messages`. Decoders raise `WireError`, naming the field."""
 
 from __future__ import annotations
 
 from paceline.config import SpeculativeOptions
-from paceline.core.messages import (
+from paceline.messages import (
     Delta,
     EngineLoad,
     GenerationRequest,

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from paceline.core.messages import Delta, EngineLoad, GenerationRequest, TargetDescription
+from paceline.messages import Delta, EngineLoad, GenerationRequest, TargetDescription
 from paceline.tls import Certificates
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb

@@ -30,8 +30,8 @@ from paceline.cli.local_stack import LocalStack, ready_stack
 from paceline.cli.process_tree import cpu_s, process_and_descendants
 from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.messages import Delta, GenerationRequest
 from paceline.ipc.gc_heap import freeze_gc_heap
+from paceline.messages import Delta, GenerationRequest
 from paceline.wire.target_codec import encode_delta, encode_request
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation.pair_simulation import SimulatedPair, simulate

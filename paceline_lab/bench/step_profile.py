@@ -47,7 +47,6 @@ from paceline import family
 from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth, GrowthBatch
-from paceline.core.messages import GenerationRequest
 from paceline.drafting import build_lookups, build_speculator, complete_config
 from paceline.drafting.draft_loop import LinkUpdate
 from paceline.drafting.speculator import Commit, Context, Limit, Opening, Speculator
@@ -59,6 +58,7 @@ from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.pipe import MessageDecoder, MessageDispatcher, pack
 from paceline.launcher import StartError
 from paceline.llm import LLM
+from paceline.messages import GenerationRequest
 from paceline.model.checkpoint import Checkpoint
 from paceline.model_names import resolve_model
 from paceline.telemetry.step_stats import StepStats

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.config import SamplingParams
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline_lab.simulation.pair_simulation import SimulatedPair, SimulationResult, simulate
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)

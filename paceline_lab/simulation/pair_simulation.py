@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.core.messages import GenerationRequest
 from paceline.core.policy.step_cost import RowCost
 from paceline.drafting.draft_loop import DraftLoop, DraftRounds, LinkEvents, RequestClosed
 from paceline.drafting.draw_prediction import MAX_ROWS
@@ -27,6 +26,7 @@ from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
 from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import MessageDispatcher
+from paceline.messages import GenerationRequest
 from paceline.model import ModelOutput
 from paceline.model.rows import Row
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import SamplingParams
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline_lab.simulation.pair_simulation import SimulatedPair, simulate
 
 

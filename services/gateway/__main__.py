@@ -18,7 +18,7 @@ from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
 from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.state.record_store import RecordLimits
 from paceline.telemetry import logs
-from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.generation.admission import AdmissionLimits
 from paceline_services.gateway.http.event_stream import PING_S
 from paceline_services.gateway.server import GatewaySettings, serve
 from paceline_services.service_entrypoint import REDIS_URL_VARIABLE, parse_with_config_file, positive_int, run_service

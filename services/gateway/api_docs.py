@@ -12,14 +12,14 @@ from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
 from paceline_services.gateway.field_types import TEXT, Json
-from paceline_services.gateway.http.operations import AbortBody
-from paceline_services.gateway.openai.bodies import (
+from paceline_services.gateway.generation.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeChatBody,
     TokenizeTextBody,
 )
+from paceline_services.gateway.pages.operations import AbortBody
 
 NUMBER: Json = {"type": "integer"}
 TOKENS: Json = {"type": "array", "items": NUMBER}

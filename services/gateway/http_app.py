@@ -25,10 +25,10 @@ from paceline_services.gateway.http.http_metrics import (
     CLIENT_CLOSED_REQUEST,
     HttpMetricsMiddleware,
 )
-from paceline_services.gateway.http.operations import add_operations
 from paceline_services.gateway.openai.openai_routes import add_openai_routes
 from paceline_services.gateway.pages.demo_route import add_demo
 from paceline_services.gateway.pages.fleet_report import FleetReport
+from paceline_services.gateway.pages.operations import add_operations
 from paceline_services.gateway.pages.static_files import add_pages
 from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
 from paceline_services.gateway.responses.background import BackgroundResponses

@@ -6,8 +6,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from paceline.core.messages import Delta, GenerationRequest, TargetDescription
 from paceline.core.policy.calibration import Calibration
+from paceline.messages import Delta, GenerationRequest, TargetDescription
 from paceline.state import AcceptanceCounts, AcceptanceRecorder, RequestAcceptance
 from paceline.state.periodic_task import PeriodicTask
 from paceline.telemetry.acceptance_log import AcceptanceLog

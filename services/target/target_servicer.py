@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from paceline.core.messages import Delta, EngineLoad, FinishReason, GenerationRequest, TargetDescription
 from paceline.engine.engine_messages import CancelRequest
 from paceline.ipc.model_process import ModelProcessDiedError
+from paceline.messages import Delta, EngineLoad, FinishReason, GenerationRequest, TargetDescription
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb

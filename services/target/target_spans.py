@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from paceline.core.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Timings
+from paceline.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Timings
 from paceline.telemetry.tracing import (
     NO_TRACING,
     Attributes,

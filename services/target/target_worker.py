@@ -10,9 +10,9 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from paceline.core.messages import TargetDescription
 from paceline.engine.engine_messages import CalibrationCounts, EngineInfo, StepResult
 from paceline.ipc.model_process import ModelProcess
+from paceline.messages import TargetDescription
 from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.telemetry.tracing import Tracing

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from paceline.api_keys import ApiKey, KeyFile, digest, write
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline.state import RecordLimits
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline_services.gateway.responses import background

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from paceline.target_features import VLLM_LACKS, all_features
-from paceline_services.gateway.openai.request_builder import MAX_PROMPT_LOG_PROBS
+from paceline_services.gateway.generation.request_builder import MAX_PROMPT_LOG_PROBS
 from tests.helpers.openai_stack import (
     CONTEXT,
     EOS,

@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.growth import ROOT_ID, Growth, GrowthBatch
-from paceline.core.messages import (
+from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, SpeculatorFacts
+from paceline.drafting.speculator import Commit, Context, Limit, Opening
+from paceline.messages import (
     Delta,
     EngineLoad,
     FinishReason,
@@ -29,15 +31,13 @@ from paceline.core.messages import (
     Usage,
     VerifiedTree,
 )
-from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, SpeculatorFacts
-from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from paceline.wire import draft_codec, target_codec
 from paceline.wire.link_errors import WireError
 from paceline.wire.node_codec import LOG_ODDS, log_probability
 from paceline.wire.tensor_codec import decode_tensor, encode_tensor
+from paceline_services.gateway.generation.bodies import SHARED_FIELDS, CompletionBody
 from paceline_services.gateway.grpc.inference_servicer import CONVERTED_FIELDS
-from paceline_services.gateway.openai.bodies import SHARED_FIELDS, CompletionBody
 
 VOCABULARY = 1000
 

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
 from paceline.cli.app import main
-from paceline.core.messages import Delta
+from paceline.messages import Delta
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.common_pb2 import FINISH_REASON_CANCELLED
 from paceline_services.gateway.api_errors import OverloadedError, RateLimitError
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
-from paceline_services.gateway.openai.bodies import CompletionBody
-from paceline_services.gateway.openai.request_builder import build_requests
+from paceline_services.gateway.generation.bodies import CompletionBody
+from paceline_services.gateway.generation.request_builder import build_requests
 from tests.helpers.openai_stack import Stack, counts, generated, open_stack, refusal
 from tests.helpers.waiting import until
 

@@ -19,11 +19,11 @@ import pytest
 
 from paceline.v1 import inference_pb2 as pb
 from paceline_services.gateway import admission, server
-from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.api_errors import OverloadedError
+from paceline_services.gateway.generation.admission import AdmissionLimits
+from paceline_services.gateway.generation.prompt_encoding import HUGE_TEXT, MAX_WAITING_HUGE, EncodingThreads
 from paceline_services.gateway.http import connection_limits, event_stream
 from paceline_services.gateway.http.connection_limits import MAX_HEAD_BYTES
-from paceline_services.gateway.openai.prompt_encoding import HUGE_TEXT, MAX_WAITING_HUGE, EncodingThreads
 from tests.helpers.openai_stack import counts, open_stack, refusal
 from tests.helpers.waiting import until
 

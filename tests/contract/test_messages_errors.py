@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from paceline.api_keys import ApiKey, KeyFile, digest, write
-from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.generation.admission import AdmissionLimits
 from tests.helpers.anthropic_stack import (
     BODY_LIMIT,
     CONTEXT,

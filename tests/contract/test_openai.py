@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from paceline.text import Tokenizer
-from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody
-from paceline_services.gateway.openai.prompt_encoding import LONG_TEXT
+from paceline_services.gateway.generation.bodies import ChatBody, CompletionBody
+from paceline_services.gateway.generation.prompt_encoding import LONG_TEXT
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, log_probs, open_stack, text_script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -11,9 +11,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from paceline.core.messages import GenerationRequest
-from paceline_services.gateway.admission import AdmissionLimits
-from paceline_services.gateway.openai.chat_prompt import RESERVED_VARIABLES
+from paceline.messages import GenerationRequest
+from paceline_services.gateway.generation.admission import AdmissionLimits
+from paceline_services.gateway.generation.chat_prompt import RESERVED_VARIABLES
 from tests.helpers.openai_stack import CONTEXT, MODEL, TOKENIZER, Stack, counts, open_stack
 from tests.helpers.waiting import until
 

@@ -12,9 +12,9 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.config import SamplingParams
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline.v1 import common_pb2, inference_pb2
-from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.generation.admission import AdmissionLimits
 from paceline_services.gateway.grpc import inference_servicer
 from tests.helpers.openai_stack import (
     EOS,

@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-from paceline.core.messages import Delta, GenerationRequest
+from paceline.messages import Delta, GenerationRequest
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.wire.link_errors import NotSubmitted
 from paceline.wire.target_link import TargetLink
-from paceline_services.gateway.admission import AdmissionLimits
-from paceline_services.gateway.failover import MAX_TARGET_LOSSES
+from paceline_services.gateway.generation.admission import AdmissionLimits
+from paceline_services.gateway.generation.failover import MAX_TARGET_LOSSES
 from tests.helpers.openai_stack import (
     MODEL,
     TOKENIZER,

@@ -12,14 +12,14 @@ from threading import Event
 import httpx
 import pytest
 
-from paceline.core.messages import Delta, FinishReason
+from paceline.messages import Delta, FinishReason
 from paceline.state import WorkerRecord, open_store
 from paceline.wire import target_link
 from paceline.wire.target_codec import encode_request
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
-from paceline_services.gateway.admission import AdmissionLimits
-from paceline_services.gateway.served_model import interleaved
+from paceline_services.gateway.generation.admission import AdmissionLimits
+from paceline_services.gateway.generation.served_model import interleaved
 from paceline_services.gateway.server import GatewaySettings, running
 from tests.helpers.openai_stack import counts, open_stack
 from tests.helpers.targets import target_worker

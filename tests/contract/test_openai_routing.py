@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline.state import AcceptanceCounts, WorkerRecord
 from paceline.v1 import common_pb2, inference_pb2
 from paceline_services.gateway.routing.circuit_breaker import FAILURES, FIRST_PAUSE_S, Breaker, BreakerState

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from paceline.core.messages import LogProbs
+from paceline.messages import LogProbs
 from tests.helpers.openai_stack import CONTEXT, MODEL, TOKENIZER, ScriptedDecoder, Stack, counts, open_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import BaseModel
 
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline.text import Tokenizer
 from tests.helpers.openai_stack import EOS, MODEL, Stack, log_probs, open_stack
 from tests.helpers.tool_models import call_text, save_tool_model

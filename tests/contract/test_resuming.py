@@ -23,7 +23,7 @@ from loadtests.chaos.chaos_cases import opened
 from loadtests.received_stream import ReceivedStream
 from paceline.api_keys import ApiKey, KeyFile, digest, write
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.reasoning import REASONING_FORMATS
@@ -32,12 +32,12 @@ from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.text.chat_template import ChatTemplate
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
-from paceline_services.gateway import journal
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ANONYMOUS
+from paceline_services.gateway.generation import journal
+from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.http.event_stream import EventStream
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
-from paceline_services.gateway.journal import Journals
 from paceline_services.gateway.server import GatewaySettings, running
 from tests.helpers.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, another_gateway, counts, open_stack

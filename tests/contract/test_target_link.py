@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.config import SamplingParams
-from paceline.core.messages import FinishReason, GenerationRequest
+from paceline.messages import FinishReason, GenerationRequest
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.link_errors import HandedOver, NotSubmitted, TargetLost, WireError
 from paceline.wire.outbox import Outbox

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
-from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody
+from paceline_services.gateway.generation.bodies import ChatBody, CompletionBody
 from paceline_services.gateway.structured.structural_tag import Format
 from tests.combinations.__main__ import compare_all, served_model
 from tests.combinations.api_answers import api_client, as_grpc

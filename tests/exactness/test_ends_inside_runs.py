@@ -17,12 +17,12 @@ import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
-from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.speculator import Commit, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.grammar import grammar_from_regex
+from paceline.messages import Delta, FinishReason, GenerationRequest
 from paceline.model import Model, load
 from paceline.output_processor import OutputProcessor
 from paceline.parsing.formats.hermes import HERMES

@@ -12,7 +12,6 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth
-from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.tree import TokenTree
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
@@ -22,6 +21,7 @@ from paceline.drafting.speculator import Commit, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.engine import Engine
+from paceline.messages import Delta, FinishReason, GenerationRequest
 from paceline.model.loading import build
 from paceline.model.model import Model
 from paceline.telemetry.step_stats import StepStats

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions, StrategyName
-from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.methods.ngram import NGramSpeculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
+from paceline.messages import Delta, FinishReason, GenerationRequest
 from tests.exactness.test_engine import FREE, Liar, llama, run
 from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, grammars, text_of, tight
 

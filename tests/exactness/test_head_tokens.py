@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.messages import GenerationRequest
 from paceline.drafting import Speculator, build_speculator
 from paceline.drafting.speculator import Context, Opening
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.llm import LLM
+from paceline.messages import GenerationRequest
 from paceline.model import Model, load
 from paceline.model.rows import SlotTable
 from tests.helpers.engine_runs import EngineRun

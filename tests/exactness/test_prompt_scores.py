@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from paceline.config import SamplingParams
 from paceline.core.log_probabilities import log_probs
-from paceline.core.messages import Delta, GenerationRequest, LogProbs
 from paceline.engine import prompt_scores, scheduler
 from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.llm import LLM
+from paceline.messages import Delta, GenerationRequest, LogProbs
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
 from paceline.model_names import resolve_model

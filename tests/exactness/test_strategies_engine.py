@@ -14,12 +14,12 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth, GrowthBatch
-from paceline.core.messages import Delta, GenerationRequest
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.methods.ngram import NGramSpeculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
+from paceline.messages import Delta, GenerationRequest
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
 from paceline_lab.fake_models.table_model import TableModel

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.messages import GenerationRequest
 from paceline.drafting import Speculator, build_speculator
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.vocabulary.intersection_speculator import IntersectionSpeculator
@@ -17,6 +16,7 @@ from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.llm import LLM, VocabularyMismatchError
+from paceline.messages import GenerationRequest
 from paceline.model import load
 from tests.exactness.test_engine import FREE, run
 from tests.exactness.test_wire import same_tokens, served

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import GenerationRequest, SpeculationStats
 from paceline.drafting import build_speculator
 from paceline.drafting.heads.head_speculator import HeadSpeculator
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
@@ -22,6 +21,7 @@ from paceline.drafting.methods.eagle import EagleNetwork
 from paceline.drafting.methods.ngram import NGramSpeculator
 from paceline.drafting.methods.suffix import SuffixSpeculator
 from paceline.drafting.speculator import Speculator
+from paceline.messages import GenerationRequest, SpeculationStats
 from paceline.model import Model, load
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.loading import build

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from paceline.config import SpeculativeConfig
-from paceline.core.messages import Delta, GenerationRequest
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit
+from paceline.messages import Delta, GenerationRequest
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
 from paceline.wire.draft_stream_messages import ConnectDrafts

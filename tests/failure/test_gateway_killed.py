@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from loadtests.received_stream import ReceivedStream
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.openai_stack import MODEL, Stack, counts, open_stack
 from tests.helpers.service_processes import ServiceProcess, service_process

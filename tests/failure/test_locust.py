@@ -18,7 +18,7 @@ from loadtests.load_profiles import LoadProfile, LoadRun
 from loadtests.load_requests import RecordedQuestions, TimedQuestions
 from loadtests.locust_process import run_locust
 from paceline.cli.deployment import DeploymentOptions
-from paceline.core.messages import Delta, EngineLoad
+from paceline.messages import Delta, EngineLoad
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from tests.helpers.streams import gateway_for, timed_target
 from tests.helpers.workers import host_and_port, until

@@ -19,10 +19,10 @@ import httpx
 import pytest
 
 from paceline.api_keys import ApiKey, KeyFile, digest, new_key, write
-from paceline.core.messages import FinishReason
 from paceline.ipc.model_process import ModelProcessDiedError
 from paceline.ipc.pipe import Pipe
 from paceline.launcher import StartError
+from paceline.messages import FinishReason
 from paceline.model_names import ModelNotFoundError
 from paceline.state import open_store
 from paceline.state.embedded_redis import EmbeddedRedis

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.config import SamplingParams
-from paceline.core.messages import GenerationRequest
 from paceline.engine.draft_client import DraftClient, NoDraftClient
+from paceline.messages import GenerationRequest
 from tests.exactness.test_engine import run
 from tests.exactness.test_grammar import PROMPT, draft_model, drafting, engine, outcome, outside
 from tests.helpers.grammars import END, GRAMMARS, PIECES, text_of

@@ -13,8 +13,8 @@ import pytest
 
 from paceline import family
 from paceline.config import SamplingParams
-from paceline.core.messages import GenerationRequest
 from paceline.llm import LLM
+from paceline.messages import GenerationRequest
 from paceline.model_names import BrokenFileError
 from paceline.sampling_defaults import sampling_defaults
 from paceline.v1 import inference_pb2 as pb

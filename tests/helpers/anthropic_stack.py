@@ -10,12 +10,12 @@ from typing import Any
 import anthropic
 import httpx
 
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.text.chat_template import ChatTemplate
-from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.generation.admission import AdmissionLimits
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, open_stack
 
 MESSAGES = "/v1/messages"

@@ -27,13 +27,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.core.logits_rules import History, SamplingRow
-from paceline.core.messages import GenerationRequest
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import scores
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.speculator import Commit, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
+from paceline.messages import GenerationRequest
 from paceline.model.loading import build
 from paceline.model.model import Model
 

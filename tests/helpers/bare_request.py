@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from paceline.config import SamplingParams
 from paceline.core.logits_rules import History
-from paceline.core.messages import GenerationRequest
 from paceline.core.tree import TokenTree
 from paceline.engine.request import Request
+from paceline.messages import GenerationRequest
 
 CONTEXT = 1000
 """Positions."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.core.messages import Delta, GenerationRequest
 from paceline.engine.engine import Engine
+from paceline.messages import Delta, GenerationRequest
 
 
 @dataclass

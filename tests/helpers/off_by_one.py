@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from paceline.core.messages import Delta, GenerationRequest
+from paceline.messages import Delta, GenerationRequest
 from paceline.wire.target_link import TargetLink
 from paceline_services.gateway.__main__ import main
 

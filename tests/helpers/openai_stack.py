@@ -20,7 +20,8 @@ import httpx
 import openai
 import pytest
 
-from paceline.core.messages import (
+from paceline.engine.engine_messages import CancelRequest
+from paceline.messages import (
     Delta,
     EngineLoad,
     FinishReason,
@@ -33,7 +34,6 @@ from paceline.core.messages import (
     Usage,
     VerifiedTree,
 )
-from paceline.engine.engine_messages import CancelRequest
 from paceline.state import StateStore, WorkerRecord, open_store
 from paceline.target_features import all_features
 from paceline.telemetry.tracing import NO_TRACING, Tracing
@@ -42,9 +42,9 @@ from paceline.tls import Certificates
 from paceline.v1 import inference_pb2_grpc, target_pb2, target_pb2_grpc
 from paceline.wire.credentials import GATEWAY
 from paceline.wire.grpc_server import GrpcServer
-from paceline_services.gateway.admission import AdmissionLimits
-from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.generation.admission import AdmissionLimits
+from paceline_services.gateway.generation.model_directory import ModelDirectory
+from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
 from paceline_services.target.target_servicer import TargetServicer
 from tests.helpers.waiting import until

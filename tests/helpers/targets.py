@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import Delta, GenerationRequest
 from paceline.core.policy.step_cost import RowCost
 from paceline.drafting import build_lookups
 from paceline.engine.draft_client import LocalDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
+from paceline.messages import Delta, GenerationRequest
 from paceline.model import Model
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.tls import Certificates

@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from paceline import family
 from paceline.cli import main
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.core.messages import FinishReason, SpeculationStats, Timings
 from paceline.grammar import grammar_from_schema
 from paceline.launcher import StartError
 from paceline.llm import Completion
+from paceline.messages import FinishReason, SpeculationStats, Timings
 from paceline.model import Model, load
 from paceline.model.rows import Row
 from paceline.text import Tokenizer

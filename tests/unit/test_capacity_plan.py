@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation import capacity_plan as planning
 from paceline_lab.simulation.capacity_plan import CannotPlanError, LoadPoint, PlannedDemand, plan_capacity, requests_at

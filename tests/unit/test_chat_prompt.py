@@ -12,8 +12,8 @@ from tokenizers import models
 
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.openai.bodies import TokenizeChatBody
-from paceline_services.gateway.openai.chat_prompt import render_chat
+from paceline_services.gateway.generation.bodies import TokenizeChatBody
+from paceline_services.gateway.generation.chat_prompt import render_chat
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2.5]}'}}

@@ -12,8 +12,8 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from paceline.text import ChatTemplateError, Tokenizer
-from paceline_services.gateway.openai.bodies import TokenizeChatBody
-from paceline_services.gateway.openai.chat_prompt import render_chat
+from paceline_services.gateway.generation.bodies import TokenizeChatBody
+from paceline_services.gateway.generation.chat_prompt import render_chat
 from tests.helpers.checkpoints import save_checkpoint
 from tests.unit.test_gguf_tokenizer import byte_level_metadata, load
 

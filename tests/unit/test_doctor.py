@@ -23,7 +23,6 @@ from paceline.cli import main, served_measurement
 from paceline.cli.http_client import HttpCompletion
 from paceline.cli.terminal_bars import bar, columns
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.core.messages import SpeculationStats
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost
 from paceline.doctor import diagnosis
 from paceline.doctor.advice import advice, pays_up_to
@@ -44,6 +43,7 @@ from paceline.doctor.prompt_file import PromptsError, encoded, lack_chat_templat
 from paceline.doctor.speed_forecast import batch_seconds, forecast_tokens_per_s
 from paceline.llm import LLM
 from paceline.memory_plan import DraftMemory, cached_numbers
+from paceline.messages import SpeculationStats
 from paceline.model.attention import SPARE_SLOTS, Heads
 from paceline.model.device_memory import available
 from paceline.model.native.native_network import head_width

@@ -13,7 +13,6 @@ import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth
-from paceline.core.messages import Delta, FinishReason, GenerationRequest, Timings
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import RowCost, StepCost
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
@@ -23,6 +22,7 @@ from paceline.engine.draft_gate import DraftGate
 from paceline.engine.draft_manager import MAX_HELD_TOKENS
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.engine import NOT_FINITE_ERROR, Engine
+from paceline.messages import Delta, FinishReason, GenerationRequest, Timings
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
 from paceline.telemetry.step_stats import StepStats

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.messages import GenerationRequest, SpeculationStats
 from paceline.engine.draft_client import NoDraftClient, PollResult
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
 from paceline.ipc.pipe import Pipe
+from paceline.messages import GenerationRequest, SpeculationStats
 from paceline.model import ModelOutput
 from paceline.model.rows import Row
 from paceline_lab.fake_models.table_model import TableModel

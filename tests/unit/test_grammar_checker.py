@@ -20,7 +20,7 @@ from paceline.grammar.grammar_checker import GrammarChecker, complaint
 from paceline.grammar.lark import with_ids_below
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
-from paceline_services.gateway.openai.bodies import CompletionBody
+from paceline_services.gateway.generation.bodies import CompletionBody
 from paceline_services.gateway.structured.structured_output import (
     MAX_WAITING_GRAMMARS,
     GrammarChecks,

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
-from paceline.core.messages import GenerationRequest
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.heads.head_speculator import HeadSpeculator
 from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.engine.draft_gate import DraftGate
 from paceline.engine.engine import Engine
 from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
+from paceline.messages import GenerationRequest
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
 from tests.helpers.engine_runs import EngineRun

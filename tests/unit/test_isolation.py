@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import Delta, GenerationRequest
 from paceline.drafting.methods.suffix import SuffixSpeculator
 from paceline.drafting.speculator import Opening
 from paceline.engine.draft_client import LocalDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.slot_pool import BLOCK_SIZE
+from paceline.messages import Delta, GenerationRequest
 from paceline.v1 import draft_pb2
 from paceline.wire.draft_codec import decode_draft_frame, encode_opening
 from paceline.wire.link_errors import WireError

@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.config import SamplingParams
-from paceline.core.messages import FinishReason
 from paceline.llm import LLM, Completion, Prompt, VocabularyMismatchError
+from paceline.messages import FinishReason
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Detokenizer, Tokenizer
 from tests.helpers.checkpoints import save_checkpoint

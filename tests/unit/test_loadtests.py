@@ -23,7 +23,7 @@ from loadtests.locust_process import checked_summary
 from loadtests.received_stream import ReceivedStream, StreamError, parse_events
 from loadtests.resource_usage import ResourceWatch, cores, memory
 from loadtests.stream_check import StreamRecord, check_stream, check_unfinished
-from paceline_services.gateway.openai.bodies import CompletionBody
+from paceline_services.gateway.generation.bodies import CompletionBody
 
 GOAL = LatencyGoal(first_token_ms=500.0, token_ms=100.0)
 QUESTION = Question("1 2", False, {"max_tokens": 4}, [7, 8, 9, 10], 2)

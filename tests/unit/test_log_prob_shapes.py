@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.messages import LogProbs
+from paceline.messages import LogProbs
 from paceline.text import Tokenizer
-from paceline_services.gateway.openai.bodies import CompletionBody
-from paceline_services.gateway.openai.echoed_prompt import EchoedPrompt
-from paceline_services.gateway.openai.logprobs import TokenSpelling, completion_log_probs, prompt_log_probs
+from paceline_services.gateway.generation.bodies import CompletionBody
+from paceline_services.gateway.generation.echoed_prompt import EchoedPrompt
+from paceline_services.gateway.generation.logprobs import TokenSpelling, completion_log_probs, prompt_log_probs
 
 TOKENIZER = Tokenizer.load("pydoc")
 KNOWN = len(TOKENIZER.pieces)

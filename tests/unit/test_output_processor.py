@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams
-from paceline.core.messages import (
+from paceline.messages import (
     Delta,
     FinishReason,
     GenerationRequest,

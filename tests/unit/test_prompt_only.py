@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import SamplingParams
-from paceline.core.messages import Delta, FinishReason
 from paceline.drafting.speculator import Opening
 from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import NOT_FINITE_ERROR
 from paceline.llm import LLM
+from paceline.messages import Delta, FinishReason
 from paceline.telemetry.step_stats import StepStats
 from tests.unit.test_engine import SLOTS, Script, Watched, engine, generation_request, local, served
 

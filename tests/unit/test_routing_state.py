@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams
-from paceline.core.messages import EngineLoad, GenerationRequest, SpeculationStats
+from paceline.messages import EngineLoad, GenerationRequest, SpeculationStats
 from paceline.state import open_store
 from paceline.state.acceptance import AcceptanceCounts
 from paceline.state.state_errors import StateUnavailableError

@@ -17,11 +17,11 @@ import torch
 
 from paceline import family
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.messages import GenerationRequest
 from paceline.drafting import build_speculator
 from paceline.drafting.speculator import Context, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
+from paceline.messages import GenerationRequest
 from paceline.model import load
 from paceline.model.model import Model
 from paceline_lab.bench.method_comparison import prompts_of

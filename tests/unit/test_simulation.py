@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.core.messages import GenerationRequest
 from paceline.engine.draft_schedule import LockstepSchedule
+from paceline.messages import GenerationRequest
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation.pair_simulation import SimulatedPair, SimulationResult, simulate
 from paceline_lab.simulation.sequential_forecast import forecast_sequential

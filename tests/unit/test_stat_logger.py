@@ -10,7 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.config import SamplingParams
-from paceline.core.messages import (
+from paceline.core.policy.calibration import Calibration
+from paceline.engine.engine_messages import EngineInfo, StepResult
+from paceline.messages import (
     Delta,
     EngineLoad,
     FinishReason,
@@ -20,8 +22,6 @@ from paceline.core.messages import (
     Timings,
     Usage,
 )
-from paceline.core.policy.calibration import Calibration
-from paceline.engine.engine_messages import EngineInfo, StepResult
 from paceline.state import AcceptanceRecorder, RequestAcceptance, StateStore, open_store
 from paceline.state.memory_store import MemoryAcceptance
 from paceline.state.redis_availability import RedisAvailability

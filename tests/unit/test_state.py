@@ -17,8 +17,8 @@ import pytest
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
-from paceline.core.messages import SpeculationStats
 from paceline.core.policy.calibration import Calibration
+from paceline.messages import SpeculationStats
 from paceline.state import (
     AcceptanceCounts,
     Append,

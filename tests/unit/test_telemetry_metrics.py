@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.config import STRATEGIES
-from paceline.core.messages import FinishReason, SpeculationStats, Timings, Usage
+from paceline.messages import FinishReason, SpeculationStats, Timings, Usage
 from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.telemetry.metrics_exporter import serve_metrics

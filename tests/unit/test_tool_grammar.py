@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from paceline.config import SamplingParams
-from paceline.core.messages import FinishReason
 from paceline.grammar import GrammarError
 from paceline.grammar.grammar_checker import GrammarChecker, complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
 from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.grammar.json_schema import SHORT_ESCAPES, llguidance_schema
 from paceline.llm import LLM
+from paceline.messages import FinishReason
 from paceline.parsing import Content, OutputParser, ToolArguments, ToolCall
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline_services.gateway.openai.request_builder import choice_seed
+from paceline_services.gateway.generation.request_builder import choice_seed
 from paceline_services.gateway.routing.worker_selection import (
     EXPLORE_EVERY,
     PREFIX_TOKENS,

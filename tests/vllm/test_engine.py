@@ -14,7 +14,7 @@ ENGINE = """
 from unittest.mock import MagicMock
 
 from paceline.config import SamplingParams
-from paceline.core.messages import GRAMMAR_ERROR, GenerationRequest
+from paceline.messages import GRAMMAR_ERROR, GenerationRequest
 from paceline.vllm.extra_arguments import ExtraArguments
 from paceline.vllm.vllm_engine import VllmEngine
 

@@ -15,7 +15,7 @@ from paceline_services.gateway.anthropic.message_bodies import (
 )
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody
+from paceline_services.gateway.generation.bodies import SHARED_FIELDS, ChatBody
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from paceline_services.gateway.anthropic.content_blocks import InputMessage, LenientBody, Texts
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.field_types import Body, Unsupported
-from paceline_services.gateway.openai.bodies import (
+from paceline_services.gateway.generation.bodies import (
     INT32_MAX,
     MAX_STOP_LENGTH,
     MAX_STOPS,

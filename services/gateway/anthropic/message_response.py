@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
-from paceline.core.messages import Delta, FinishReason, GenerationRequest
+from paceline.messages import Delta, FinishReason, GenerationRequest
 from paceline_services.gateway.anthropic.block_stream import BlockStream, whole_blocks
 from paceline_services.gateway.anthropic.message_bodies import MessagesBody
 from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.generation.chat_output import ChatOutput
+from paceline_services.gateway.generation.served_model import ServedModel
+from paceline_services.gateway.generation.usage import RequestUsage
 from paceline_services.gateway.http.error_shape import messages_error
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
-from paceline_services.gateway.openai.bodies import ChatBody
-from paceline_services.gateway.openai.chat_output import ChatOutput
-from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.structured.structured_output import left_out_json
-from paceline_services.gateway.usage import RequestUsage
 
 
 class MessageResponse:

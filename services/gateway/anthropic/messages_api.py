@@ -16,18 +16,18 @@ from paceline_services.gateway.anthropic.message_response import MessageResponse
 from paceline_services.gateway.api_docs import LEFT_OUT, NUMBER, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.field_types import TEXT
+from paceline_services.gateway.generation.chat_prompt import render_chat
+from paceline_services.gateway.generation.journal import Journals
+from paceline_services.gateway.generation.model_directory import ModelDirectory
+from paceline_services.gateway.generation.prompt_encoding import encode
+from paceline_services.gateway.generation.request_builder import build_requests
+from paceline_services.gateway.generation.request_trace import traced
 from paceline_services.gateway.http.error_shape import MESSAGES_PATH
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
 from paceline_services.gateway.http.resumption import begin_request, numbered
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
-from paceline_services.gateway.journal import Journals
-from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.chat_prompt import render_chat
-from paceline_services.gateway.openai.prompt_encoding import encode
-from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
-from paceline_services.gateway.request_trace import traced
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
 NULLABLE_TEXT: dict[str, Any] = {"type": ["string", "null"]}

@@ -6,13 +6,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from paceline.core.messages import Delta
+from paceline.messages import Delta
 from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall
 from paceline.v1 import inference_pb2 as pb
 from paceline.wire.field_codec import set_fields
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.openai.chat_output import ChatOutput
+from paceline_services.gateway.generation.chat_output import ChatOutput
 
 
 def chat_fields(chat: pb.GenerateRequest.Chat) -> Json:

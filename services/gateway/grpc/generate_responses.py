@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.core.messages import Delta, GenerationRequest, LogProbs
+from paceline.messages import Delta, GenerationRequest, LogProbs
 from paceline.v1 import inference_pb2 as pb
 from paceline.wire.common_codec import FINISH_REASONS, encode_stats, encode_timings
 from paceline.wire.target_codec import encode_tree
+from paceline_services.gateway.generation.bodies import ChatBody, CompletionBody, GenerationBody
+from paceline_services.gateway.generation.chat_output import ChatOutput
+from paceline_services.gateway.generation.delta_buffer import DeltaBuffer
+from paceline_services.gateway.generation.echoed_prompt import EchoedPrompt
+from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.grpc.chat_codec import add_parts
-from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
-from paceline_services.gateway.openai.chat_output import ChatOutput
-from paceline_services.gateway.openai.delta_buffer import DeltaBuffer
-from paceline_services.gateway.openai.echoed_prompt import EchoedPrompt
-from paceline_services.gateway.served_model import ServedModel
 
 
 class GenerateResponses:

@@ -30,21 +30,21 @@ from paceline_services.gateway.api_errors import (
     UnknownModelError,
 )
 from paceline_services.gateway.auth import ApiClient, Authenticator
-from paceline_services.gateway.grpc.chat_codec import chat_fields
-from paceline_services.gateway.grpc.generate_responses import GenerateResponses
-from paceline_services.gateway.http.event_stream import ClientGoneError, send_within_timeout
-from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.bodies import (
+from paceline_services.gateway.generation.bodies import (
     ChatBody,
     CompletionBody,
     GenerationBody,
     TokenizeChatBody,
     TokenizeTextBody,
 )
-from paceline_services.gateway.openai.chat_prompt import encode_body
-from paceline_services.gateway.openai.prompt_encoding import decode
-from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.request_trace import recording_failure, start_request_span, traced
+from paceline_services.gateway.generation.chat_prompt import encode_body
+from paceline_services.gateway.generation.model_directory import ModelDirectory
+from paceline_services.gateway.generation.prompt_encoding import decode
+from paceline_services.gateway.generation.request_builder import build_requests
+from paceline_services.gateway.generation.request_trace import recording_failure, start_request_span, traced
+from paceline_services.gateway.grpc.chat_codec import chat_fields
+from paceline_services.gateway.grpc.generate_responses import GenerateResponses
+from paceline_services.gateway.http.event_stream import ClientGoneError, send_within_timeout
 
 
 class ClientNotReadingError(ClientGoneError):

@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.auth import ApiClient, Authenticator, authorization_of
+from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.http.connection_limits import OVER_CONNECTION_LIMIT
 from paceline_services.gateway.http.error_shape import error_body
 from paceline_services.gateway.http.http_metrics import CLIENT
 from paceline_services.gateway.http.server_sent_event import encode_json
-from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.pages.static_files import page_paths
 from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER
 

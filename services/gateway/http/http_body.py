@@ -12,11 +12,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from paceline.core.messages import Delta, GenerationRequest
+from paceline.messages import Delta, GenerationRequest
 from paceline_services.gateway.api_errors import CLOSE_CONNECTION, MAX_ECHOED, InvalidRequestError, OverloadedError
+from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.http.event_stream import ClientGoneError
 from paceline_services.gateway.http.server_sent_event import encode_json
-from paceline_services.gateway.model_directory import ModelDirectory
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 

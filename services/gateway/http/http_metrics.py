@@ -10,9 +10,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline_services.gateway.generation.request_trace import end_response_span
 from paceline_services.gateway.http.error_shape import MESSAGES_REQUEST_ID_HEADER, is_messages_path
 from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
-from paceline_services.gateway.request_trace import end_response_span
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from fastapi import Request
 from paceline.telemetry.tracing import TraceSpan
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.generation.journal import Journal, Journals
+from paceline_services.gateway.generation.model_directory import ModelDirectory
+from paceline_services.gateway.generation.request_trace import start_request_span
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.http_body import read_body
 from paceline_services.gateway.http.http_metrics import REQUEST_ID, SPAN
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
-from paceline_services.gateway.journal import Journal, Journals
-from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER, REQUEST_HEADERS
-from paceline_services.gateway.request_trace import start_request_span
 
 EVENT_ID = re.compile(r"([0-9a-f]{32}):([0-9]{1,9})")
 """The request's id, and the event's number in its stream."""

@@ -12,22 +12,22 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import ClassVar
 
-from paceline.core.messages import Delta, GenerationRequest, VerifiedTree
+from paceline.messages import Delta, GenerationRequest, VerifiedTree
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
-from paceline_services.gateway.openai.chat_output import ChatOutput
-from paceline_services.gateway.openai.delta_buffer import DeltaBuffer
-from paceline_services.gateway.openai.echoed_prompt import EchoedPrompt
-from paceline_services.gateway.openai.logprobs import (
+from paceline_services.gateway.generation.bodies import ChatBody, CompletionBody, GenerationBody
+from paceline_services.gateway.generation.chat_output import ChatOutput
+from paceline_services.gateway.generation.delta_buffer import DeltaBuffer
+from paceline_services.gateway.generation.echoed_prompt import EchoedPrompt
+from paceline_services.gateway.generation.logprobs import (
     TokenSpelling,
     chat_log_probs,
     completion_log_probs,
     prompt_log_probs,
     spelled,
 )
-from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.generation.served_model import ServedModel
+from paceline_services.gateway.generation.usage import RequestUsage
 from paceline_services.gateway.structured.structured_output import left_out_json
-from paceline_services.gateway.usage import RequestUsage
 
 
 class OpenAIResponse(ABC):

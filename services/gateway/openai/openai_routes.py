@@ -10,14 +10,8 @@ from fastapi import FastAPI, Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from paceline.core.messages import Delta, GenerationRequest
-from paceline_services.gateway.http.event_stream import EventStream, while_connected
-from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.http.resumption import begin_request, numbered
-from paceline_services.gateway.http.server_sent_event import ServerSentEvent
-from paceline_services.gateway.journal import Journals
-from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.bodies import (
+from paceline.messages import Delta, GenerationRequest
+from paceline_services.gateway.generation.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -25,12 +19,18 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
-from paceline_services.gateway.openai.chat_prompt import encode_body
+from paceline_services.gateway.generation.chat_prompt import encode_body
+from paceline_services.gateway.generation.journal import Journals
+from paceline_services.gateway.generation.model_directory import ModelDirectory
+from paceline_services.gateway.generation.prompt_encoding import decode, in_encoding_thread
+from paceline_services.gateway.generation.request_builder import build_requests
+from paceline_services.gateway.generation.request_trace import traced
+from paceline_services.gateway.generation.served_model import ServedModel
+from paceline_services.gateway.http.event_stream import EventStream, while_connected
+from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
+from paceline_services.gateway.http.resumption import begin_request, numbered
+from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
-from paceline_services.gateway.openai.prompt_encoding import decode, in_encoding_thread
-from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.request_trace import traced
-from paceline_services.gateway.served_model import ServedModel
 
 
 def add_openai_routes(app: FastAPI, models: ModelDirectory, journals: Journals) -> None:

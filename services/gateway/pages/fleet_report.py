@@ -9,11 +9,11 @@ from paceline.state.acceptance import AcceptanceCounts
 from paceline.state.state_store import StateStore
 from paceline.state.worker_registry import RegisteredWorker
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.model_directory import ModelDirectory
+from paceline_services.gateway.generation.model_directory import ModelDirectory
+from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.routing.circuit_breaker import Breaker, BreakerState
 from paceline_services.gateway.routing.draft_workers import DraftWorkers, draft_kind
 from paceline_services.gateway.routing.target_connection import TargetConnection
-from paceline_services.gateway.served_model import ServedModel
 
 REFRESH_S = 1.0
 """How often the state store is read at most, however many pages are open."""

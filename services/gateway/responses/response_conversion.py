@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.openai.bodies import ChatBody
+from paceline_services.gateway.generation.bodies import ChatBody
 from paceline_services.gateway.responses.input_items import (
     FunctionCallItem,
     FunctionCallOutputItem,

@@ -6,24 +6,24 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from paceline.core.messages import Delta, GenerationRequest
+from paceline.messages import Delta, GenerationRequest
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.generation.journal import Journal, Journals, StreamLeftError
+from paceline_services.gateway.generation.model_directory import ModelDirectory
+from paceline_services.gateway.generation.request_builder import build_requests
+from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.http.http_body import parse_body
 from paceline_services.gateway.http.server_sent_event import ServerSentEvent
-from paceline_services.gateway.journal import Journal, Journals, StreamLeftError
-from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.bodies import ChatBody
-from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.responses.input_items import InputItem
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_conversion import FIELDS, chat_body
 from paceline_services.gateway.responses.response_history import ResponseHistory, StoredResponse, items_json
 from paceline_services.gateway.responses.running_response import RunningResponse
 from paceline_services.gateway.responses.truncation import truncated_to_fit
-from paceline_services.gateway.served_model import ServedModel
 
 
 async def build_response_request(

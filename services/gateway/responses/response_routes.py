@@ -14,13 +14,13 @@ from paceline_services.gateway.api_docs import LEFT_OUT, NUMBER, ApiDescription,
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.field_types import TEXT, Json
+from paceline_services.gateway.generation.journal import StreamLeftError
+from paceline_services.gateway.generation.request_trace import traced
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.http_body import JsonResponse
 from paceline_services.gateway.http.resumption import EVENT_ID, begin_request, numbered
-from paceline_services.gateway.journal import StreamLeftError
 from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER
-from paceline_services.gateway.request_trace import traced
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_generation import ResponseGeneration, ResponseRequests

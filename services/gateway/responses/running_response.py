@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from paceline.core.messages import Delta, FinishReason, GenerationRequest
+from paceline.messages import Delta, FinishReason, GenerationRequest
 from paceline.parsing import Content
 from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.openai.bodies import ChatBody
-from paceline_services.gateway.openai.chat_output import ChatOutput
-from paceline_services.gateway.openai.logprobs import TokenSpelling, chat_log_probs
+from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.generation.chat_output import ChatOutput
+from paceline_services.gateway.generation.logprobs import TokenSpelling, chat_log_probs
+from paceline_services.gateway.generation.served_model import ServedModel
+from paceline_services.gateway.generation.usage import RequestUsage
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_output import ResponseOutput
-from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.structured.structured_output import left_out_json
-from paceline_services.gateway.usage import RequestUsage
 
 STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.CANCELLED: "cancelled"}
 LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from paceline.core.messages import SpeculationStats
+from paceline.messages import SpeculationStats
 from paceline.state.acceptance import AcceptanceCounts
 from paceline.state.periodic_task import PeriodicTask
 from paceline.state.state_store import StateStore

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from paceline.core.messages import GenerationRequest, TargetDescription
+from paceline.messages import GenerationRequest, TargetDescription
 from paceline.state.periodic_task import PeriodicTask
 from paceline.state.state_store import StateStore
 from paceline.state.worker_registry import RegisteredWorker, WorkerRecord

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from paceline.core.messages import GenerationRequest
+from paceline.messages import GenerationRequest
 from paceline.state.worker_registry import WorkerRecord
 from paceline.wire.target_link import TargetLink
 from paceline_services.gateway.routing.circuit_breaker import Breaker

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from paceline.core.messages import EngineLoad
+from paceline.messages import EngineLoad
 
 DELTA_PRECEDENCE_S = 2.0
 """Heartbeats come every second; for this long after a delta, a heartbeat may be older than it."""

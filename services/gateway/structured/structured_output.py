@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
-from paceline.core.messages import GenerationRequest
 from paceline.grammar import (
     GrammarError,
     grammar_from_choices,
@@ -22,6 +21,7 @@ from paceline.grammar import (
 )
 from paceline.grammar.grammar_checker import GrammarChecker
 from paceline.grammar.lark import WHITE_SPACE
+from paceline.messages import GenerationRequest
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
 from paceline_services.gateway.field_types import Body, Json

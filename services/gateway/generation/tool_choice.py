@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.openai.bodies import ChatBody
-from paceline_services.gateway.openai.output_parsing import tool_format
-from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
-from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.generation.output_parsing import tool_format
+from paceline_services.gateway.generation.served_model import ServedModel
+from paceline_services.gateway.generation.tool_bodies import NamedToolChoice
 from paceline_services.gateway.structured.forced_calls import ForcedCalls
 from paceline_services.gateway.structured.structured_output import ANY_TEXT, CheckedGrammar
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.messages import Delta
+from paceline.messages import Delta
 
 
 class DeltaBuffer:

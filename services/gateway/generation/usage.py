@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 
-from paceline.core.messages import Delta, GenerationRequest, SpeculationStats, Timings
+from paceline.messages import Delta, GenerationRequest, SpeculationStats, Timings
 from paceline_services.gateway.field_types import Json
 
 

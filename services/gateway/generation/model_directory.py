@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from paceline_services.gateway.admission import Capacity
 from paceline_services.gateway.api_errors import (
     InvalidRequestError,
     OverloadedError,
@@ -13,7 +12,8 @@ from paceline_services.gateway.api_errors import (
     UnavailableError,
     UnknownModelError,
 )
-from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.generation.admission import Capacity
+from paceline_services.gateway.generation.served_model import ServedModel
 
 
 class ModelDirectory:

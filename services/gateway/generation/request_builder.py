@@ -12,26 +12,26 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.config.sampling_params import TOKEN_ID_FIELDS
-from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
+from paceline.messages import GenerationRequest, TargetDescription
 from paceline.target_features import FULL_PROMPT, NO_OUTPUT, needed_features
 from paceline.target_labels import parse_labels
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
-from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
-from paceline_services.gateway.openai.chat_prompt import render_chat
-from paceline_services.gateway.openai.output_parsing import OutputParsing, output_parsing
-from paceline_services.gateway.openai.prompt_encoding import (
+from paceline_services.gateway.generation.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
+from paceline_services.gateway.generation.chat_prompt import render_chat
+from paceline_services.gateway.generation.output_parsing import OutputParsing, output_parsing
+from paceline_services.gateway.generation.prompt_encoding import (
     bad_word_tokens,
     check_ids,
     check_length,
     encode,
     encode_prompts,
 )
-from paceline_services.gateway.openai.tool_choice import forced_grammar, forced_tools
+from paceline_services.gateway.generation.served_model import ServedModel
+from paceline_services.gateway.generation.tool_choice import forced_grammar, forced_tools
 from paceline_services.gateway.request_headers import LABELS_HEADER, REQUEST_ID_HEADER, SESSION_HEADER
-from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.structured.structured_output import ANY_TEXT
 
 GRAMMAR_START = ("grammar_begins_after", "grammar_waits_if")

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic_core import from_json, to_json
 
-from paceline.core.messages import Delta, GenerationRequest
+from paceline.messages import Delta, GenerationRequest
 from paceline.output_processor import OutputProcessor
 from paceline.state.record_store import Append
 from paceline.state.state_errors import StateUnavailableError
@@ -35,7 +35,7 @@ from paceline.wire.target_codec import decode_delta, encode_delta
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.served_model import ServedModel, restore_text
+from paceline_services.gateway.generation.served_model import ServedModel, restore_text
 
 T = TypeVar("T")
 Entry = Json | list[Any]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.messages import Delta, LogProbs
+from paceline.messages import Delta, LogProbs
 from paceline.text import Detokenizer, Tokenizer
-from paceline_services.gateway.openai.bodies import CompletionBody
+from paceline_services.gateway.generation.bodies import CompletionBody
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.messages import Delta, LogProbs
+from paceline.messages import Delta, LogProbs
 from paceline.text import Tokenizer
 from paceline_services.gateway.field_types import Json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.core.messages import Delta, FinishReason, GenerationRequest, PromptLogProbs
+from paceline.messages import Delta, FinishReason, GenerationRequest, PromptLogProbs
 from paceline_services.gateway.api_errors import GenerationError
 
 COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)

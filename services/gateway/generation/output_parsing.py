@@ -12,8 +12,8 @@ from paceline.parsing.grammar_start import grammar_start
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.tool_format import ToolFormat
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.openai.bodies import ChatBody
-from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.generation.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from paceline.core.messages import Delta, FinishReason, GenerationRequest
+from paceline.messages import Delta, FinishReason, GenerationRequest
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
 from paceline.parsing.json_text import is_json
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.openai.bodies import ChatBody
-from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
-from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.generation.served_model import ServedModel
+from paceline_services.gateway.generation.tool_bodies import NamedToolChoice
 
 TOOL_CALLS = "tool_calls"
 """OpenAI's finish reason of a message that calls tools by the model's own choice."""

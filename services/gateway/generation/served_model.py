@@ -10,18 +10,18 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.core.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Usage, choices_of
+from paceline.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Usage, choices_of
 from paceline.output_processor import OutputProcessor
 from paceline.parsing.output_format import OutputFormat
 from paceline.telemetry.gateway_metrics import GatewayMetrics, ModelTotals
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import Tokenizer
-from paceline_services.gateway.admission import AdmissionQueue, Capacity
 from paceline_services.gateway.api_errors import RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
-from paceline_services.gateway.failover import FailoverRequest
+from paceline_services.gateway.generation.admission import AdmissionQueue, Capacity
+from paceline_services.gateway.generation.failover import FailoverRequest
+from paceline_services.gateway.generation.running_requests import RunningRequests
 from paceline_services.gateway.routing.fleet import Fleet
-from paceline_services.gateway.running_requests import RunningRequests
 from paceline_services.gateway.structured.structured_output import GrammarChecks
 
 FINAL_STATS_TIMEOUT_S = 2.0

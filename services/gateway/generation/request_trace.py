@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 
-from paceline.core.messages import Delta, GenerationRequest, Timings, choices_of
+from paceline.messages import Delta, GenerationRequest, Timings, choices_of
 from paceline.telemetry.tracing import Attributes, AttributeValue, TraceSpan, Tracing, latency_attributes
 from paceline_services.gateway.api_errors import ApiError
-from paceline_services.gateway.usage import RequestUsage
+from paceline_services.gateway.generation.usage import RequestUsage
 
 PROVIDER = "paceline"
 MAX_INT = 2**63 - 1

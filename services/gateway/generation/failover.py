@@ -11,15 +11,15 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
-from paceline.core.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest
+from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest
 from paceline.telemetry.gateway_metrics import RequestMetrics
 from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
 from paceline.wire.link_errors import NotSubmitted, ReplayElsewhere, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
+from paceline_services.gateway.generation.scored_prompt import ScoredPrompt
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.prefix_index import block_hashes
 from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection
-from paceline_services.gateway.scored_prompt import ScoredPrompt
 
 log = logging.getLogger(__name__)
 

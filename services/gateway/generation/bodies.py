@@ -23,8 +23,8 @@ from paceline_services.gateway.field_types import (
     as_string_list,
     refused,
 )
-from paceline_services.gateway.openai.chat_message import ChatMessage
-from paceline_services.gateway.openai.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
+from paceline_services.gateway.generation.chat_message import ChatMessage
+from paceline_services.gateway.generation.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
 from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
