@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 import paceline
-from paceline_services.gateway.anthropic.messages_api import add_messages_api
+from paceline_services.gateway.anthropic.routes import add_messages_api
 from paceline_services.gateway.api_docs import add_api_docs
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import Authenticator
@@ -25,15 +25,15 @@ from paceline_services.gateway.http.http_metrics import (
     CLIENT_CLOSED_REQUEST,
     HttpMetricsMiddleware,
 )
-from paceline_services.gateway.openai.openai_routes import add_openai_routes
+from paceline_services.gateway.openai.routes import add_openai_routes
 from paceline_services.gateway.pages.demo_route import add_demo
 from paceline_services.gateway.pages.fleet_report import FleetReport
 from paceline_services.gateway.pages.operations import add_operations
-from paceline_services.gateway.pages.static_files import add_pages
+from paceline_services.gateway.pages.static_files import add_pages, page_paths
 from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
 from paceline_services.gateway.responses.background import BackgroundResponses
-from paceline_services.gateway.responses.response_generation import ResponseRequests
-from paceline_services.gateway.responses.response_routes import add_responses
+from paceline_services.gateway.responses.generation import ResponseRequests
+from paceline_services.gateway.responses.routes import add_responses
 
 
 def create_app(
@@ -55,7 +55,7 @@ def create_app(
     models, journals = responses.models, responses.journals
     app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
     app.state.ping_s = ping_s
-    app.add_middleware(AuthMiddleware, models, authenticator, origins)
+    app.add_middleware(AuthMiddleware, authenticator, models.count_rejection, page_paths(), origins)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]

@@ -38,16 +38,16 @@ from paceline_services.gateway.generation.admission import AdmissionLimits, Capa
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.served_model import ServedModel
-from paceline_services.gateway.grpc.inference_servicer import create_server
+from paceline_services.gateway.grpc.servicer import create_server
 from paceline_services.gateway.http.connection_limits import LimitedHttpProtocol
 from paceline_services.gateway.http.event_stream import PING_S
 from paceline_services.gateway.http_app import create_app
 from paceline_services.gateway.pages.fleet_report import FleetReport
 from paceline_services.gateway.responses.background import BackgroundResponses
-from paceline_services.gateway.responses.response_generation import ResponseRequests
-from paceline_services.gateway.responses.response_history import ResponseHistory
+from paceline_services.gateway.responses.generation import ResponseRequests
+from paceline_services.gateway.responses.history import ResponseHistory
 from paceline_services.gateway.routing.fleet import open_fleet
-from paceline_services.gateway.structured.structured_output import GrammarChecks
+from paceline_services.gateway.structured.output import GrammarChecks
 from paceline_services.tracing_options import open_tracing
 
 log = logging.getLogger(__name__)

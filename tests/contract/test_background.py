@@ -18,7 +18,7 @@ from paceline.messages import GenerationRequest
 from paceline.state import RecordLimits
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline_services.gateway.responses import background
-from paceline_services.gateway.responses.response_history import ResponseHistory
+from paceline_services.gateway.responses.history import ResponseHistory
 from tests.helpers.openai_stack import MODEL, FailsAfter, Stack, another_gateway, counts, open_stack, text_script
 from tests.helpers.waiting import eventually, until
 

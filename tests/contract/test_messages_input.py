@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from paceline_services.gateway.anthropic.chat_conversion import chat_body
-from paceline_services.gateway.anthropic.message_bodies import MessagesBody
+from paceline_services.gateway.anthropic.bodies import MessagesBody
+from paceline_services.gateway.anthropic.conversion import chat_body
 from tests.helpers.anthropic_stack import (
     THINKING,
     TOOL_USE,

@@ -15,7 +15,6 @@ from paceline.config import SamplingParams
 from paceline.messages import GenerationRequest
 from paceline.v1 import common_pb2, inference_pb2
 from paceline_services.gateway.generation.admission import AdmissionLimits
-from paceline_services.gateway.grpc import inference_servicer
 from tests.helpers.openai_stack import (
     EOS,
     MODEL,
@@ -327,7 +326,7 @@ async def test_a_bug_is_counted_with_the_status_that_the_client_gets(monkeypatch
     async def fails(*_: object) -> None:
         raise RuntimeError("nobody foresaw this")
 
-    monkeypatch.setattr(inference_servicer, "build_requests", fails)
+    monkeypatch.setattr(servicer, "build_requests", fails)
     async with open_stack(counts) as stack, stack.inference() as stub:
         assert (await refusal(stub, Request(text="x"))).code() == StatusCode.INTERNAL
         assert 'paceline_requests_total{endpoint="Generate",status="INTERNAL"} 1.0' in await stack.metrics()

@@ -11,8 +11,7 @@ import pytest
 from starlette.types import Message
 
 from paceline_services.gateway.api_errors import ApiError, OverloadedError
-from paceline_services.gateway.http.event_stream import COMMENT, EventStream
-from paceline_services.gateway.http.server_sent_event import ServerSentEvent
+from paceline_services.gateway.http.event_stream import COMMENT, EventStream, ServerSentEvent
 from tests.contract.test_resuming import comparable, events_in, stream
 from tests.helpers.openai_stack import EOS, open_stack
 

@@ -36,8 +36,7 @@ from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ANONYMOUS
 from paceline_services.gateway.generation import journal
 from paceline_services.gateway.generation.journal import Journals
-from paceline_services.gateway.http.event_stream import EventStream
-from paceline_services.gateway.http.server_sent_event import ServerSentEvent
+from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent
 from paceline_services.gateway.server import GatewaySettings, running
 from tests.helpers.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, another_gateway, counts, open_stack

@@ -53,11 +53,6 @@ def modules() -> Iterator[tuple[Path, ast.Module]]:
             yield path, ast.parse((ROOT / path).read_text(encoding="utf-8"))
 
 
-def repeated_file_names() -> dict[str, list[Path]]:
-    """Python files of the same name, and where they are."""
-    return _repeated((path.name, path) for path, _ in modules() if path.name not in SERVICE_FILES)
-
-
 def repeated_class_names() -> dict[str, list[Path]]:
     """Public classes of the same name, and where they are."""
     classes = ((node.name, path) for path, tree in modules() for node in tree.body if isinstance(node, ast.ClassDef))

@@ -1242,7 +1242,7 @@ MUTANTS = (
     # Resumption: what a client has and what it gets add up to the undisturbed stream.
     Mutant(
         "resumption drops one event too few",
-        "services/gateway/http/resumption.py",
+        "services/gateway/generation/http_request.py",
         "if number > journal.seen:",
         "if number >= journal.seen:",
         RESUMING,
@@ -1312,7 +1312,7 @@ MUTANTS = (
     ),
     Mutant(
         "a client resumes any client's stream",
-        "services/gateway/http/resumption.py",
+        "services/gateway/generation/http_request.py",
         "client = client_of(request).name\n",
         'client = ""\n',
         RESUMING,

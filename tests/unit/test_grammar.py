@@ -26,7 +26,7 @@ from paceline.grammar.grammar_checker import complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
 from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.text import Tokenizer
-from paceline_services.gateway.structured.structured_output import StructuredOutputs, compile_grammar_text
+from paceline_services.gateway.structured.output import StructuredOutputs, compile_grammar_text
 from tests.helpers.grammars import (
     AMBIGUOUS,
     CALL,

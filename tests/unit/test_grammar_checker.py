@@ -21,7 +21,7 @@ from paceline.grammar.lark import with_ids_below
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
 from paceline_services.gateway.generation.bodies import CompletionBody
-from paceline_services.gateway.structured.structured_output import (
+from paceline_services.gateway.structured.output import (
     MAX_WAITING_GRAMMARS,
     GrammarChecks,
     ResponseFormat,

@@ -11,8 +11,7 @@ from tests.mutants.table import MUTANTS
 ARCHITECTURE = house.ROOT / "docs" / "architecture.md"
 
 
-def test_no_file_name_and_no_public_class_name_stands_twice() -> None:
-    assert house.repeated_file_names() == {}
+def test_no_public_class_name_stands_twice() -> None:
     assert house.repeated_class_names() == {}
 
 

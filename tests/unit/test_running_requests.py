@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from paceline_services.gateway.generation.running_requests import RunningRequests
+from paceline_services.gateway.generation.running import RunningRequests
 
 
 async def numbers(gate: asyncio.Event) -> AsyncGenerator[int]:

@@ -18,8 +18,8 @@ from paceline.grammar.lark_rules import LarkRules
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.structured import tag_grammar
+from paceline_services.gateway.structured.output import ResponseFormat, StructuredOutputs
 from paceline_services.gateway.structured.structural_tag import TagFormat
-from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
 
 SHIPPED = Tokenizer.load("pydoc")
 COMPILER = GrammarCompiler(GrammarVocabulary(lambda: SHIPPED), len(SHIPPED.pieces))

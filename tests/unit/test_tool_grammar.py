@@ -30,7 +30,7 @@ from paceline.parsing.tool_format import ToolFormat
 from paceline.parsing.tool_grammar import forced_call_grammar
 from paceline.text import Tokenizer
 from paceline_services.gateway.structured.forced_calls import ForcedCalls
-from paceline_services.gateway.structured.structured_output import GrammarChecks
+from paceline_services.gateway.structured.output import GrammarChecks
 from tests.helpers.grammars import CALL, PIECES, grammars, text_of, tokenizer
 from tests.helpers.random_schemas import RECORDS
 

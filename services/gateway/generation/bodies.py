@@ -25,7 +25,7 @@ from paceline_services.gateway.field_types import (
 )
 from paceline_services.gateway.generation.chat_message import ChatMessage
 from paceline_services.gateway.generation.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
-from paceline_services.gateway.structured.structured_output import ResponseFormat, StructuredOutputs
+from paceline_services.gateway.structured.output import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024

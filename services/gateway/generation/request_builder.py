@@ -32,7 +32,7 @@ from paceline_services.gateway.generation.prompt_encoding import (
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.tool_choice import forced_grammar, forced_tools
 from paceline_services.gateway.request_headers import LABELS_HEADER, REQUEST_ID_HEADER, SESSION_HEADER
-from paceline_services.gateway.structured.structured_output import ANY_TEXT
+from paceline_services.gateway.structured.output import ANY_TEXT
 
 GRAMMAR_START = ("grammar_begins_after", "grammar_waits_if")
 """Parameters of a grammar behind a model's reasoning. No body has them."""

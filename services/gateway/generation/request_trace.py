@@ -28,14 +28,6 @@ def start_request_span(tracing: Tracing, headers: Mapping[str, str], *, chat: bo
     )
 
 
-def end_response_span(span: TraceSpan, route: str, status: int) -> None:
-    """End the span of a request over HTTP, after its response."""
-    span.set({"http.route": route, "http.response.status_code": status})
-    if status >= 500:
-        span.fail(str(status))
-    span.end()
-
-
 def traced(
     span: TraceSpan,
     model: str,

@@ -20,9 +20,9 @@ from paceline_services.gateway.api_errors import RetryLaterError, UnavailableErr
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.generation.admission import AdmissionQueue, Capacity
 from paceline_services.gateway.generation.failover import FailoverRequest
-from paceline_services.gateway.generation.running_requests import RunningRequests
+from paceline_services.gateway.generation.running import RunningRequests
 from paceline_services.gateway.routing.fleet import Fleet
-from paceline_services.gateway.structured.structured_output import GrammarChecks
+from paceline_services.gateway.structured.output import GrammarChecks
 
 FINAL_STATS_TIMEOUT_S = 2.0
 """How long to wait for the statistics of a request that a stop string ended."""
@@ -212,6 +212,15 @@ def _aborted(request: GenerationRequest, tokens: int) -> Delta:
     """The last delta of a completion that its client ends after so many tokens."""
     usage = Usage(len(request.prompt), tokens)
     return Delta(request.request_id, finish_reason=FinishReason.CANCELLED, usage=usage)
+
+
+async def collect(requests: Sequence[GenerationRequest], deltas: AsyncGenerator[tuple[int, Delta]]) -> list[Delta]:
+    """The whole output of each completion."""
+    outputs = [Delta(each.request_id) for each in requests]
+    async with aclosing(deltas):
+        async for index, delta in deltas:
+            outputs[index].extend(delta)
+    return outputs
 
 
 async def interleaved(outputs: Mapping[int, AsyncGenerator[Delta]]) -> AsyncGenerator[tuple[int, Delta]]:

@@ -10,7 +10,7 @@ from paceline_services.gateway.generation.output_parsing import tool_format
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.tool_bodies import NamedToolChoice
 from paceline_services.gateway.structured.forced_calls import ForcedCalls
-from paceline_services.gateway.structured.structured_output import ANY_TEXT, CheckedGrammar
+from paceline_services.gateway.structured.output import ANY_TEXT, CheckedGrammar
 
 
 async def forced_grammar(body: ChatBody, model: ServedModel) -> CheckedGrammar:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from urllib.parse import urlsplit
 
@@ -12,14 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, UnavailableError
+from paceline_services.gateway.api_errors import (
+    MAX_ECHOED,
+    ApiError,
+    InvalidRequestError,
+    RetryLaterError,
+    UnavailableError,
+)
 from paceline_services.gateway.auth import ApiClient, Authenticator, authorization_of
-from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.http.connection_limits import OVER_CONNECTION_LIMIT
 from paceline_services.gateway.http.error_shape import error_body
 from paceline_services.gateway.http.http_metrics import CLIENT
-from paceline_services.gateway.http.server_sent_event import encode_json
-from paceline_services.gateway.pages.static_files import page_paths
+from paceline_services.gateway.http.json_body import encode_json
 from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER
 
 ANY_ORIGIN = "*"
@@ -35,12 +39,19 @@ class AuthMiddleware:
     """Finds the client of a request, before any of its body is read."""
 
     def __init__(
-        self, app: ASGIApp, models: ModelDirectory, authenticator: Authenticator, origins: Collection[str] = ()
+        self,
+        app: ASGIApp,
+        authenticator: Authenticator,
+        count_rejection: Callable[[RetryLaterError], None],
+        page_paths: Collection[str] = (),
+        origins: Collection[str] = (),
     ) -> None:
-        """`origins`: sites such as `https://chat.example` whose pages may use this server."""
+        """`page_paths`: open to clients without a key. `origins`: sites such as `https://chat.example` whose pages may
+        use this server."""
         self._app = app
-        self._models = models
         self._authenticator = authenticator
+        self._count_rejection = count_rejection
+        self._page_paths = page_paths
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +63,7 @@ class AuthMiddleware:
             check_framing(headers)
             self._check_connection_limit(scope)
             self._check_origin(scope, headers)
-            if scope["path"] in page_paths():
+            if scope["path"] in self._page_paths:
                 await self._app(scope, receive, send)
                 return
             client = self._authenticator.client_for(authorization_of(headers))
@@ -67,7 +78,7 @@ class AuthMiddleware:
         if scope.get("state", {}).get(OVER_CONNECTION_LIMIT):
             message = "too many connections are open; try again soon"
             error = UnavailableError(message, code="crowded", reason="connections")
-            self._models.count_rejection(error)
+            self._count_rejection(error)
             raise error
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:

@@ -7,17 +7,40 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline_services.gateway.api_errors import ApiError, GenerationError
-from paceline_services.gateway.http.server_sent_event import ServerSentEvent
+from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.http.json_body import encode_json
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSentEvent:
+    """One event (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+    `data` is written as JSON, or as it is if it is a text. An empty `event` is left out.
+    """
+
+    data: Json | str
+    event: str = ""
+    id: str | None = None
+    """None: left out. "": clients forget the id of the event before."""
+
+    def encode(self) -> bytes:
+        text = self.data if isinstance(self.data, str) else encode_json(self.data)
+        lines = [] if self.id is None else [f"id: {self.id}"]
+        lines += [f"event: {self.event}"] if self.event else []
+        lines += [f"data: {line}" for line in text.split("\n")]
+        return ("\n".join(lines) + "\n\n").encode()
+
 
 CLIENT_READ_TIMEOUT_S = 60.0
 """After this long without reading, a client's request is cancelled."""

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.telemetry.gateway_metrics import GatewayMetrics
-from paceline_services.gateway.generation.request_trace import end_response_span
+from paceline.telemetry.tracing import TraceSpan
 from paceline_services.gateway.http.error_shape import MESSAGES_REQUEST_ID_HEADER, is_messages_path
 from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
 
@@ -67,4 +67,12 @@ class HttpMetricsMiddleware:
             path = route.path if route else "none"
             self._metrics.count_response(path, status)
             if span := scope["state"].get(SPAN):
-                end_response_span(span, path, status)
+                _end_span(span, path, status)
+
+
+def _end_span(span: TraceSpan, route: str, status: int) -> None:
+    """End the span of a request over HTTP, after its response."""
+    span.set({"http.route": route, "http.response.status_code": status})
+    if status >= 500:
+        span.fail(str(status))
+    span.end()

@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 import paceline
 from paceline_services.gateway.field_types import Body
+from paceline_services.gateway.generation.http_request import read_body
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.http.auth_middleware import client_of
-from paceline_services.gateway.http.http_body import JsonResponse, parse_body, read_body
+from paceline_services.gateway.http.json_body import JsonResponse, parse_body
 from paceline_services.gateway.pages.fleet_report import FleetReport
 
 MAX_ABORTED = 1024

@@ -12,7 +12,7 @@ from paceline.state.state_errors import StateUnavailableError
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.generation.journal import Journal, StreamLeftError
-from paceline_services.gateway.responses.response_generation import ResponseGeneration, ResponseRequests
+from paceline_services.gateway.responses.generation import ResponseGeneration, ResponseRequests
 
 log = logging.getLogger(__name__)
 

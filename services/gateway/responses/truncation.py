@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.responses.conversion import SYSTEM_ROLES
 from paceline_services.gateway.responses.input_items import InputItem, MessageItem
-from paceline_services.gateway.responses.response_conversion import SYSTEM_ROLES
 
 TOO_LONG = "context_length_exceeded"
 """The code of the error for a conversation that exceeds the context."""

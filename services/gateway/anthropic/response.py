@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from paceline.messages import Delta, FinishReason, GenerationRequest
 from paceline_services.gateway.anthropic.block_stream import BlockStream, whole_blocks
-from paceline_services.gateway.anthropic.message_bodies import MessagesBody
+from paceline_services.gateway.anthropic.bodies import MessagesBody
 from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
@@ -20,8 +20,8 @@ from paceline_services.gateway.generation.chat_output import ChatOutput
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.usage import RequestUsage
 from paceline_services.gateway.http.error_shape import messages_error
-from paceline_services.gateway.http.server_sent_event import ServerSentEvent
-from paceline_services.gateway.structured.structured_output import left_out_json
+from paceline_services.gateway.http.event_stream import ServerSentEvent
+from paceline_services.gateway.structured.output import left_out_json
 
 
 class MessageResponse:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.responses.body import PASSED_ON, AllowedTools, FunctionChoice, ResponseBody
 from paceline_services.gateway.responses.input_items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -16,7 +17,6 @@ from paceline_services.gateway.responses.input_items import (
     MessageItem,
     ReasoningItem,
 )
-from paceline_services.gateway.responses.response_body import PASSED_ON, AllowedTools, FunctionChoice, ResponseBody
 
 SYSTEM_ROLES = ("system", "developer")
 """Chat templates of open models know the first one only."""

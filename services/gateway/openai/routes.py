@@ -20,17 +20,16 @@ from paceline_services.gateway.generation.bodies import (
     TokenizeTextBody,
 )
 from paceline_services.gateway.generation.chat_prompt import encode_body
+from paceline_services.gateway.generation.http_request import begin_request, numbered, read_body
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.prompt_encoding import decode, in_encoding_thread
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.request_trace import traced
-from paceline_services.gateway.generation.served_model import ServedModel
-from paceline_services.gateway.http.event_stream import EventStream, while_connected
-from paceline_services.gateway.http.http_body import JsonResponse, collect, parse_body, read_body
-from paceline_services.gateway.http.resumption import begin_request, numbered
-from paceline_services.gateway.http.server_sent_event import ServerSentEvent
-from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
+from paceline_services.gateway.generation.served_model import ServedModel, collect
+from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent, while_connected
+from paceline_services.gateway.http.json_body import JsonResponse, parse_body
+from paceline_services.gateway.openai.response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
 
 
 def add_openai_routes(app: FastAPI, models: ModelDirectory, journals: Journals) -> None:

@@ -16,13 +16,13 @@ from paceline_services.gateway.generation.journal import Journal, Journals, Stre
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.served_model import ServedModel
-from paceline_services.gateway.http.http_body import parse_body
-from paceline_services.gateway.http.server_sent_event import ServerSentEvent
+from paceline_services.gateway.http.event_stream import ServerSentEvent
+from paceline_services.gateway.http.json_body import parse_body
+from paceline_services.gateway.responses.body import ResponseBody
+from paceline_services.gateway.responses.conversion import FIELDS, chat_body
+from paceline_services.gateway.responses.history import ResponseHistory, StoredResponse, items_json
 from paceline_services.gateway.responses.input_items import InputItem
-from paceline_services.gateway.responses.response_body import ResponseBody
-from paceline_services.gateway.responses.response_conversion import FIELDS, chat_body
-from paceline_services.gateway.responses.response_history import ResponseHistory, StoredResponse, items_json
-from paceline_services.gateway.responses.running_response import RunningResponse
+from paceline_services.gateway.responses.running import RunningResponse
 from paceline_services.gateway.responses.truncation import truncated_to_fit
 
 

@@ -1,25 +1,31 @@
-"""Streams that survive their gateway: the ids of events, and requests that continue after the last event seen."""
+"""What every generation over HTTP begins with: a body within the limits, a journal, a span; and the ids of its events.
+
+Streams survive their gateway: a request with `Last-Event-ID` continues after the last event that its client has.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from paceline.telemetry.tracing import TraceSpan
-from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
+from paceline_services.gateway.api_errors import CLOSE_CONNECTION, MAX_ECHOED, InvalidRequestError, OverloadedError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.generation.journal import Journal, Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.request_trace import start_request_span
 from paceline_services.gateway.http.auth_middleware import client_of
-from paceline_services.gateway.http.http_body import read_body
+from paceline_services.gateway.http.event_stream import ClientGoneError, ServerSentEvent
 from paceline_services.gateway.http.http_metrics import REQUEST_ID, SPAN
-from paceline_services.gateway.http.server_sent_event import ServerSentEvent
 from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER, REQUEST_HEADERS
 
+IDENTITY = "identity"
+"""The encoding of a body that is sent as it is (RFC 9110)."""
 EVENT_ID = re.compile(r"([0-9a-f]{32}):([0-9]{1,9})")
 """The request's id, and the event's number in its stream."""
 
@@ -72,3 +78,44 @@ async def _open_journal(request: Request, models: ModelDirectory, journals: Jour
     journal.seen = int(known[2])
     state[REQUEST_ID] = journal.id
     return journal
+
+
+async def read_body(request: Request, models: ModelDirectory) -> bytes:
+    """Read the body within the limits. Raises `InvalidRequestError`, `OverloadedError` or `ClientGoneError`."""
+    if (encoding := request.headers.get("content-encoding", IDENTITY).strip().lower()) not in ("", IDENTITY):
+        raise InvalidRequestError(
+            f"content-encoding {encoding[:MAX_ECHOED]} is not read: send the body as it is",
+            status=415,
+            code="unsupported_encoding",
+            headers={"accept-encoding": IDENTITY, **CLOSE_CONNECTION},
+        )
+    capacity, limits = models.capacity, models.capacity.limits
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.max_body_s):
+            async for part in request.stream():
+                body += part
+                capacity.bytes_reading += len(part)
+                if len(body) > limits.max_body_bytes:
+                    raise InvalidRequestError(
+                        f"the request body exceeds the limit of {limits.max_body_bytes} bytes",
+                        status=413,
+                        code="body_too_large",
+                        headers=CLOSE_CONNECTION,
+                    )
+                capacity.check_body(len(body))
+    except TimeoutError:
+        raise InvalidRequestError(
+            f"the request body did not come within {limits.max_body_s:g} s",
+            status=408,
+            code="body_too_slow",
+            headers=CLOSE_CONNECTION,
+        ) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    except OverloadedError as error:
+        models.count_rejection(error)
+        raise
+    finally:
+        capacity.bytes_reading -= len(body)
+    return bytes(body)

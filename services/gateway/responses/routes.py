@@ -14,16 +14,16 @@ from paceline_services.gateway.api_docs import LEFT_OUT, NUMBER, ApiDescription,
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.field_types import TEXT, Json
+from paceline_services.gateway.generation.http_request import EVENT_ID, begin_request, numbered
 from paceline_services.gateway.generation.journal import StreamLeftError
 from paceline_services.gateway.generation.request_trace import traced
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
-from paceline_services.gateway.http.http_body import JsonResponse
-from paceline_services.gateway.http.resumption import EVENT_ID, begin_request, numbered
+from paceline_services.gateway.http.json_body import JsonResponse
 from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER
 from paceline_services.gateway.responses.background import BackgroundResponses
-from paceline_services.gateway.responses.response_body import ResponseBody
-from paceline_services.gateway.responses.response_generation import ResponseGeneration, ResponseRequests
+from paceline_services.gateway.responses.body import ResponseBody
+from paceline_services.gateway.responses.generation import ResponseGeneration, ResponseRequests
 
 COLLECTION = "/v1/responses"
 ONE = COLLECTION + "/{response_id}"

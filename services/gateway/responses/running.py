@@ -14,9 +14,9 @@ from paceline_services.gateway.generation.chat_output import ChatOutput
 from paceline_services.gateway.generation.logprobs import TokenSpelling, chat_log_probs
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.usage import RequestUsage
-from paceline_services.gateway.responses.response_body import ResponseBody
-from paceline_services.gateway.responses.response_output import ResponseOutput
-from paceline_services.gateway.structured.structured_output import left_out_json
+from paceline_services.gateway.responses.body import ResponseBody
+from paceline_services.gateway.responses.output import ResponseOutput
+from paceline_services.gateway.structured.output import left_out_json
 
 STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.CANCELLED: "cancelled"}
 LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}

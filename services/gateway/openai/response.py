@@ -27,7 +27,7 @@ from paceline_services.gateway.generation.logprobs import (
 )
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.usage import RequestUsage
-from paceline_services.gateway.structured.structured_output import left_out_json
+from paceline_services.gateway.structured.output import left_out_json
 
 
 class OpenAIResponse(ABC):

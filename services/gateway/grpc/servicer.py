@@ -43,7 +43,7 @@ from paceline_services.gateway.generation.prompt_encoding import decode
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.request_trace import recording_failure, start_request_span, traced
 from paceline_services.gateway.grpc.chat_codec import chat_fields
-from paceline_services.gateway.grpc.generate_responses import GenerateResponses
+from paceline_services.gateway.grpc.responses import GenerateResponses
 from paceline_services.gateway.http.event_stream import ClientGoneError, send_within_timeout
 
 

@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from pydantic import ValidationError
 
-from paceline_services.gateway.anthropic.conversation import chat_messages
-from paceline_services.gateway.anthropic.message_bodies import (
+from paceline_services.gateway.anthropic.bodies import (
     ClientTool,
     ClientToolChoice,
     CountTokensBody,
     MessagesBody,
 )
+from paceline_services.gateway.anthropic.conversation import chat_messages
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import SHARED_FIELDS, ChatBody

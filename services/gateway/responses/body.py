@@ -10,7 +10,7 @@ from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
 from paceline_services.gateway.field_types import TEXT, UNUSED, Body, Json, Unsupported, Unused, any_of, type_tag
 from paceline_services.gateway.generation.bodies import MAX_MESSAGES, SHARED_FIELDS, ChatBody, ReasoningEffort
 from paceline_services.gateway.responses.input_items import OBJECTS, InputItem, ItemId
-from paceline_services.gateway.structured.structured_output import JsonSchema
+from paceline_services.gateway.structured.output import JsonSchema
 
 MAX_METADATA = 16
 LOG_PROBS = "message.output_text.logprobs"
