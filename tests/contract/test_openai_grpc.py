@@ -15,6 +15,7 @@ from paceline.config import SamplingParams
 from paceline.messages import GenerationRequest
 from paceline.v1 import common_pb2, inference_pb2
 from paceline_services.gateway.generation.admission import AdmissionLimits
+from paceline_services.gateway.grpc import servicer
 from tests.helpers.openai_stack import (
     EOS,
     MODEL,
