@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from paceline.v1 import inference_pb2 as pb
-from paceline_services.gateway import admission, server
+from paceline_services.gateway import server
 from paceline_services.gateway.api_errors import OverloadedError
+from paceline_services.gateway.generation import admission
 from paceline_services.gateway.generation.admission import AdmissionLimits
 from paceline_services.gateway.generation.prompt_encoding import HUGE_TEXT, MAX_WAITING_HUGE, EncodingThreads
 from paceline_services.gateway.http import connection_limits, event_stream
