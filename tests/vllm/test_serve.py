@@ -1,4 +1,4 @@
-"""`vllm serve` with `RemoteDrafts` and nothing else of ours but a draft worker, as its README says."""
+"""`vllm serve` with `RemoteDrafts` and nothing else of ours but a draft worker, as docs/vllm.md says."""
 
 from __future__ import annotations
 

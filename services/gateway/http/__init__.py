@@ -1,1 +1,1 @@
-"""What all HTTP APIs share."""
+"""What all HTTP APIs stand on: event streams, JSON bodies, keys, limits of connections, metrics."""

@@ -1,1 +1,1 @@
-"""The HTTP API: bodies, responses, middleware."""
+"""OpenAI's completions and chat completions over HTTP: routes and responses."""
