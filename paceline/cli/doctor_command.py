@@ -22,15 +22,12 @@ from rich.table import Table
 
 from paceline.cli import served_measurement
 from paceline.cli.progress import progress
-from paceline.cli.terminal_bars import bar, columns
 from paceline.config import LOOKUP_METHODS, EngineConfig, SpeculativeConfig
-from paceline.doctor import default_prompts
-from paceline.doctor.advice import Advice
 from paceline.doctor.candidates import candidates
-from paceline.doctor.diagnosis import DiagnosedMethod, Diagnosis, config_json, diagnose
+from paceline.doctor.diagnosis import Advice, DiagnosedMethod, Diagnosis, config_json, diagnose
 from paceline.doctor.measurement import MeasurementSettings
 from paceline.doctor.measurements import MethodFacts, MethodMeasurement, Speed
-from paceline.doctor.prompt_file import Prompt, PromptsError, encoded, lack_chat_template, read
+from paceline.doctor.prompt_file import QUESTIONS, Prompt, PromptsError, code_prompts, encoded, lack_chat_template, read
 from paceline.launcher import StartError
 from paceline.llm import LLM
 from paceline.model.device_memory import gigabytes
@@ -69,8 +66,8 @@ def _prompts(options: DoctorOptions) -> list[Prompt]:
             return read(options.prompts)
         except PromptsError as error:
             raise StartError(str(error)) from error
-    questions = [[{"role": "user", "content": question}] for question in default_prompts.QUESTIONS]
-    return [*default_prompts.code_prompts(), *questions]
+    questions = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return [*code_prompts(), *questions]
 
 
 def _here(console: Console, options: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
@@ -168,3 +165,22 @@ def _show_advice(console: Console, advice: Advice) -> None:
     console.print(f"\n[bold]{advice.why}[/bold]")
     console.print("--speculative-config", end=" ")
     console.print_json(data=config_json(advice.config), indent=None)
+
+
+EIGHTHS = "▁▂▃▄▅▆▇█"
+PARTS = " ▏▎▍▌▋▊▉"
+
+
+def columns(shares: Sequence[float], width: int = 2) -> str:
+    """One vertical bar for each share of 1."""
+    return " ".join(_column(share) * width for share in shares)
+
+
+def bar(value: float, most: float, width: int) -> str:
+    """A horizontal bar; `most` is `width` characters long."""
+    eighths = round(8 * width * value / most) if most > 0 else 0
+    return ("█" * (eighths // 8) + PARTS[eighths % 8]).rstrip()
+
+
+def _column(share: float) -> str:
+    return EIGHTHS[min(7, max(0, round(8 * share) - 1))] if share > 0 else "·"

@@ -6,16 +6,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from paceline.cli.cpu_affinity import affinity_restored, move_off_cores
 from paceline.cli.deployment import Deployment
-from paceline.cli.draft_killer import open_draft_killer
+from paceline.cli.supervised_process import SupervisedProcess
 from paceline.cli.supervisor import Supervisor
+from paceline.launcher import KILL_DRAFT
 from paceline.state import StateError, StateStore, WorkerWatcher, open_store
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.state.periodic_task import PeriodicTask
@@ -153,3 +156,37 @@ async def _healthy(url: str) -> None:
                 if (await client.get("/health")).is_success:
                     return
             await asyncio.sleep(POLL_S)
+
+
+@dataclass(slots=True)
+class DraftKiller:
+    """Made by `open_draft_killer`. It kills none until it is given `workers`."""
+
+    socket: Path
+    """Only this user can connect to it."""
+    workers: Sequence[SupervisedProcess] = ()
+
+    def kill(self) -> str:
+        """Kill the first draft worker that runs, and return its name; "" if none runs."""
+        return next((worker.program.name for worker in self.workers if worker.crash()), "")
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection."""
+        try:
+            if await reader.readline() == KILL_DRAFT:
+                writer.write(f"{self.kill()}\n".encode())
+                await writer.drain()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def open_draft_killer() -> AsyncIterator[DraftKiller]:
+    """Listens at a socket in a folder of its own while the context lasts."""
+    with TemporaryDirectory(prefix="paceline-page-") as folder:  # readable by this user alone
+        killer = DraftKiller(Path(folder, "launcher"))
+        server = await asyncio.start_unix_server(killer.serve, killer.socket)
+        try:
+            yield killer
+        finally:
+            server.close()

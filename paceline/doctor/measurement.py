@@ -1,6 +1,7 @@
 """Measures methods on prompts in this process, each in turns with plain decoding.
 
-The target is loaded once. Every run begins with new drafts, so that none looks up output of an earlier run.
+The target is loaded once. Every run begins with new drafts, so that none looks up output of an earlier run. A forecast
+of the speed, from acceptance by depth and the cost of rows, stands beside each: it leaves out the draft's own time.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from paceline.config import LOOKUP_METHODS, MODEL_METHODS, SamplingParams, SpeculativeConfig
+from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
 from paceline.doctor.candidates import CandidateMethod
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
-from paceline.doctor.speed_forecast import batch_seconds
 from paceline.drafting import complete_config, hidden_state_layers
 from paceline.llm import LLM, Completion
 from paceline.memory_plan import DraftMemory, draft_memory
@@ -175,3 +176,48 @@ def need(target: LLM, config: SpeculativeConfig) -> DraftMemory:
     config = complete_config(config, target.model.name)
     layers = hidden_state_layers(config, target.config, target.model.target_weights)
     return draft_memory(config, target.model.target_weights(), target.config, len(layers))
+
+
+def forecast_tokens_per_s(acceptance: MeasuredAcceptance, requests: int, most_rows: int, cost: RowCost) -> float:
+    """Tokens per second of all requests together, if each step verifies the nodes that pay.
+
+    `cost`: seconds of a pass by rows. `most_rows`: rows that a pass can have.
+    """
+    gains = sorted(node_gains(acceptance, requests), reverse=True)
+    count = nodes_to_verify(gains, requests, requests, most_rows - requests, StepCost(cost))
+    return (requests + sum(gains[:count])) / cost(requests + count)
+
+
+def batch_seconds(
+    acceptance: MeasuredAcceptance, sizes: Sequence[tuple[int, int]], most_rows: int, cost: RowCost
+) -> float:
+    """Seconds until all requests that arrive together are finished. `sizes`: prompt and output tokens of each.
+
+    Prompts are computed first, in full passes; a prompt's pass draws the first token. Each request that finishes
+    leaves fewer requests to share a pass.
+    """
+    passes, rest = divmod(sum(prompt for prompt, _ in sizes), most_rows)
+    seconds = passes * cost(most_rows) + (cost(rest) if rest else 0.0)
+    lengths, drawn = sorted(output for _, output in sizes), 1
+    for finished, length in enumerate(lengths):
+        running = len(lengths) - finished
+        if length > drawn:
+            seconds += running * (length - drawn) / forecast_tokens_per_s(acceptance, running, most_rows, cost)
+            drawn = length
+    return seconds
+
+
+def node_gains(acceptance: MeasuredAcceptance, requests: int) -> list[float]:
+    """Expected accepted tokens of each node that a step of so many requests could verify.
+
+    All nodes of one depth share the depth's acceptance equally. Each depth has as many nodes as were verified there on
+    average, and at least one, so that a draft with few draft tokens is not rounded away.
+    """
+    reached, accepted = acceptance.drafted_by_depth, acceptance.accepted_by_depth
+    width = acceptance.nodes / max(1, sum(reached))
+    nodes: list[float] = []
+    for verified, accepted_here in zip(reached, accepted, strict=True):
+        count = max(1, round(requests * width * verified / max(1, acceptance.steps)))
+        each = requests * accepted_here / max(1, acceptance.steps) / count
+        nodes += [each] * count
+    return nodes

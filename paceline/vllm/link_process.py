@@ -23,8 +23,7 @@ from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.tls import Certificates
 from paceline.vllm.remote_drafts_settings import LinkOptions
-from paceline.wire.draft_discovery import draft_discovery
-from paceline.wire.draft_pool import DraftPool
+from paceline.wire.draft_pool import DraftPool, draft_discovery
 from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame
 

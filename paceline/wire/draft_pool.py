@@ -10,11 +10,13 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 
 from paceline.config import MAPPING_HINT
+from paceline.state import RegisteredWorker, StateStore, WorkerWatcher
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
@@ -153,3 +155,32 @@ class DraftPool:
                     f"it asks for hidden states of layers {layers}, and draft {up.address} for those of "
                     f"{up.hidden_state_layers}: all drafts of a target must ask for the same layers"
                 )
+
+
+RECONNECT_S = 5.0
+"""A registered worker that the pool has given up is tried again after this time."""
+
+
+@asynccontextmanager
+async def draft_discovery(pool: DraftPool, store: StateStore) -> AsyncIterator[None]:
+    """Connect to every worker that registers, for as long as the context lasts; then end all links."""
+    async with store.watcher("draft") as workers:
+        task = asyncio.create_task(_connect_registered(workers, pool), name="draft discovery")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await pool.stop()
+
+
+async def _connect_registered(workers: WorkerWatcher, pool: DraftPool) -> None:
+    known: set[str] = set()
+
+    def has_changed(registered: Sequence[RegisteredWorker]) -> bool:
+        return known != {worker.record.address for worker in registered}
+
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECONNECT_S):
+                known = {worker.record.address for worker in await workers.wait_for(has_changed)}
+        pool.connect(ConnectDrafts(tuple(known)))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.doctor.default_prompts import QUESTIONS, code_prompts
+from paceline.doctor.prompt_file import QUESTIONS, code_prompts
 from paceline_lab.training.family.docstring_chats import Chat
 from paceline_lab.training.family.edit_chats import edits
 from paceline_lab.training.family.extraction_chats import extractions, record_schemas

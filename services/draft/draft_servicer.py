@@ -21,11 +21,10 @@ from paceline.drafting.speculator import Commit, Context, Opening
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
-from paceline.wire.bidi_stream import serve_bidi_stream
 from paceline.wire.channels import GROWTH_FRAME_BYTES
 from paceline.wire.draft_codec import decode_draft_frame, encode_draft_description, encode_growth_frame
 from paceline.wire.link_errors import Congested, Draining, WireError
-from paceline.wire.outbox import Outbox
+from paceline.wire.outbox import Outbox, serve_bidi_stream
 from paceline_services.draft.draft_spans import DraftSpans
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -23,10 +23,9 @@ from paceline.messages import Delta, EngineLoad, FinishReason, GenerationRequest
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
-from paceline.wire.bidi_stream import serve_bidi_stream
 from paceline.wire.channels import FRAME_BYTES
 from paceline.wire.link_errors import Congested, Draining, EngineDeadError, WireError
-from paceline.wire.outbox import Outbox
+from paceline.wire.outbox import Outbox, serve_bidi_stream
 from paceline.wire.target_codec import decode_request, encode_delta, encode_load, encode_target_description
 from paceline_services.target.stat_logger import StatLogger
 from paceline_services.target.target_spans import TargetSpans

@@ -21,8 +21,7 @@ from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from paceline.wire.channels import SUBMIT_FRAME_BYTES
 from paceline.wire.credentials import GATEWAY
-from paceline.wire.draft_discovery import draft_discovery
-from paceline.wire.draft_pool import DraftPool
+from paceline.wire.draft_pool import DraftPool, draft_discovery
 from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame
 from paceline_services.target.engine_watchdog import EngineWatchdog

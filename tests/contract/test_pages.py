@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from paceline import __version__
 from paceline.api_keys import ApiKey, KeyFile, digest, new_key, write
-from paceline.cli.draft_killer import DraftKiller, open_draft_killer
+from paceline.cli.local_stack import DraftKiller, open_draft_killer
 from paceline.cli.supervised_process import Program
 from paceline.cli.supervisor import Supervisor
 from paceline.state import AcceptanceCounts, WorkerRecord

@@ -20,27 +20,27 @@ from tokenizers import models, pre_tokenizers, processors
 from typer.testing import CliRunner
 
 from paceline.cli import main, served_measurement
+from paceline.cli.doctor_command import bar, columns
 from paceline.cli.http_client import HttpCompletion
-from paceline.cli.terminal_bars import bar, columns
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost
 from paceline.doctor import diagnosis
-from paceline.doctor.advice import advice, pays_up_to
 from paceline.doctor.candidates import CandidateMethod, candidates, combined_candidate, named
 from paceline.doctor.causes import causes
-from paceline.doctor.diagnosis import DiagnosedMethod, RejectedMethod, config_json, examined
+from paceline.doctor.diagnosis import DiagnosedMethod, RejectedMethod, advice, config_json, examined, pays_up_to
 from paceline.doctor.measurement import (
     MeasurementSettings,
     PairedRun,
     TimedCompletions,
+    batch_seconds,
     facts_of,
+    forecast_tokens_per_s,
     groups,
     need,
     speed,
 )
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import PromptsError, encoded, lack_chat_template, read
-from paceline.doctor.speed_forecast import batch_seconds, forecast_tokens_per_s
 from paceline.llm import LLM
 from paceline.memory_plan import DraftMemory, cached_numbers
 from paceline.messages import SpeculationStats
