@@ -94,7 +94,7 @@ pytest-all: setup
 # The library alone is compiled for them, not Python: so theirs has to be loaded first. Python leaks by intention. Their
 # reports go to stderr's file descriptor, which pytest must not capture: the process ends right after.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
-NATIVE_TESTS = $(filter-out %_build.py,$(wildcard tests/exactness/test_native*.py tests/unit/test_native*.py))
+NATIVE_TESTS = $(wildcard tests/exactness/test_native*.py)
 
 # vLLM takes other versions than we do, so it has an environment of its own. The draft workers of the tests run in ours.
 # A cluster of Ray takes one version of Ray.

@@ -271,7 +271,7 @@ def test_the_tests_that_the_manual_names_exist() -> None:
     named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?", MANUAL.read_text())
     assert len(named) >= 15
     for file, function in named:
-        [path] = MANUAL.parents[1].glob(f"tests/*/{file}")
+        [path] = MANUAL.parents[1].glob(f"tests/**/{file}")
         assert f"def {function}" in path.read_text()
 
 

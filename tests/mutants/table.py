@@ -28,32 +28,32 @@ class Mutant:
         return path.read_text().count(self.old) if path.exists() else 0
 
 
-TREE = ("unit/test_tree.py", "exactness/test_enumeration.py", "exactness/test_strategies_engine.py")
+TREE = ("unit/core/test_tree.py", "exactness/test_enumeration.py", "exactness/test_strategies_engine.py")
 VERIFY = ("exactness/test_verify.py", "exactness/test_enumeration.py")
-SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/test_draft_model.py")
-GRAMMAR = ("unit/test_grammar.py",)
-REASONING = ("unit/test_reasoning_gate.py", "exactness/test_reasoning_grammar.py")
+SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/drafting/test_draft_model.py")
+GRAMMAR = ("unit/grammar/test_grammar.py",)
+REASONING = ("unit/grammar/test_reasoning_gate.py", "exactness/test_reasoning_grammar.py")
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
-FLASH = ("unit/test_paged_attention.py",)
-TRITON = ("unit/test_triton_attention.py",)
+FLASH = ("unit/model/test_paged_attention.py",)
+TRITON = ("unit/model/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
 MIXED_BITS = ("field/test_mixed_bits.py",)
 PACKED_HEADS = ("exactness/test_packed_heads.py",)
-DEQUANTISED = ("unit/test_gguf_names.py", "unit/test_gguf_config.py")
-SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
-CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
+DEQUANTISED = ("unit/gguf/test_gguf_names.py", "unit/gguf/test_gguf_config.py")
+SCHEDULER = ("unit/engine/test_scheduler.py", "unit/engine/test_slot_pool.py", "unit/engine/test_engine.py")
+CODEC = ("unit/wire/test_node_codec.py", "contract/test_frames.py")
 
 OUTPUT = ("unit/test_output_processor.py", "unit/test_llm.py")
-STOPS = ("unit/test_text_stops.py", "unit/test_output_processor.py")
-ENGINE = ("unit/test_engine.py", "exactness/test_engine.py")
+STOPS = ("unit/text/test_stop_strings.py", "unit/test_output_processor.py")
+ENGINE = ("unit/engine/test_engine.py", "exactness/test_engine.py")
 SCORES = ("exactness/test_prompt_scores.py",)
 ENDS = ("exactness/test_ends_inside_runs.py",)
 API = ("exactness/test_api_combinations.py",)
-POLICY = ("unit/test_step_cost.py", "unit/test_stat_logger.py")
+POLICY = ("unit/core/test_step_cost.py", "unit/target/test_stat_logger.py")
 RESUMING = ("contract/test_resuming.py",)
 GATEWAY = ("contract/test_openai_life.py", "contract/test_openai_routing.py")
 
@@ -134,7 +134,7 @@ MUTANTS = (
         "paceline/drafting/best_first.py",
         "for node, old in enumerate(committed.kept, 1) if old in slots",
         "for node, old in enumerate(committed.kept, 2) if old in slots",
-        ("unit/test_draft_model.py",),
+        ("unit/drafting/test_draft_model.py",),
     ),
     # Verification: where the walk goes.
     Mutant(
@@ -434,28 +434,28 @@ MUTANTS = (
         "paceline/engine/draft_manager.py",
         "or self.grafted > grafted or self._clock() >= end:",
         "or True:",
-        ("unit/test_vllm_drafts.py",),
+        ("unit/vllm/test_drafts.py",),
     ),
     Mutant(
         "a draft in this process runs rounds until it guesses what lookups did not",
         "paceline/engine/draft_manager.py",
         "if not self._draft_client.concurrent or self.grafted > grafted",
         "if self.grafted > grafted",
-        ("unit/test_draft_schedule.py",),
+        ("unit/engine/test_draft_schedule.py",),
     ),
     Mutant(
         "vLLM: a step that was slow by chance counts as lost to drafts",
         "paceline/vllm/pooled_drafts.py",
         "seconds = self._cost(self._proposed_rows, nodes) + self._returned_at - self._called_at",
         "seconds = called_at - self._called_at",
-        ("unit/test_vllm_drafts.py",),
+        ("unit/vllm/test_drafts.py",),
     ),
     Mutant(
         "without measured passes nothing is learned of a step",
         "paceline/core/policy/step_cost.py",
         "if not usual_s and self.passes is NOT_MEASURED:",
         "if usual_s and self.passes is NOT_MEASURED:",
-        ("unit/test_step_cost.py",),
+        ("unit/core/test_step_cost.py",),
     ),
     Mutant(
         "Triton: a larger score leaves earlier sums as they are",
@@ -525,21 +525,21 @@ MUTANTS = (
         "paceline/model/decoder.py",
         """(" beside another request", guessed, expected.logits[half:])""",
         """(" beside another request", expected.logits[half:], expected.logits[half:])""",
-        ("exactness/test_architectures.py", "unit/test_loading.py"),
+        ("exactness/test_architectures.py", "unit/model/test_loading.py"),
     ),
     Mutant(
         "native code is not compared with transformers on --verify either",
         "paceline/model/decoder.py",
         "if isinstance(made, NativeNetwork) and not verify:",
         "if isinstance(made, NativeNetwork):",
-        ("unit/test_loading.py",),
+        ("unit/model/test_loading.py",),
     ),
     Mutant(
         "one stalled pass makes a point of the curve",
         "paceline/core/policy/learned_row_cost.py",
         "if known is None and seconds > self(rows):",
         "if False:",
-        ("unit/test_kept_row_cost.py",),
+        ("unit/model/test_kept_row_cost.py",),
     ),
     Mutant(
         "rows of one group see what comes after them",
@@ -553,7 +553,7 @@ MUTANTS = (
         "paceline/model/rows.py",
         "del self._prefixes[length // TILE + 1 :]",
         "del self._prefixes[length // TILE + 2 :]",
-        (*ROWS, "unit/test_draft_model.py", "unit/test_hidden_states.py"),
+        (*ROWS, "unit/drafting/test_draft_model.py", "unit/engine/test_hidden_states.py"),
     ),
     # Native code: the same questions, and what threads and memory may do.
     Mutant(
@@ -895,7 +895,7 @@ MUTANTS = (
         "paceline/model/numerics.py",
         '", int8 cache" if model.cache.is_int8',
         '"" if model.cache.is_int8',
-        ("unit/test_numerics.py",),
+        ("unit/model/test_numerics.py",),
     ),
     Mutant(
         "native: rows attend before keys are stored",
@@ -945,7 +945,7 @@ MUTANTS = (
         "paceline/engine/engine.py",
         "        self._scheduler.recompute_all()\n",
         "",
-        ("unit/test_engine.py",),
+        ("unit/engine/test_engine.py",),
     ),
     Mutant(
         "who waits takes the place of somebody who has one more",
@@ -959,14 +959,14 @@ MUTANTS = (
         "paceline/engine/engine.py",
         "if not is_finite(output.logits):",
         "if False:",
-        ("unit/test_engine.py",),
+        ("unit/engine/test_engine.py",),
     ),
     Mutant(
         "a prompt with logits that are not finite is scored",
         "paceline/engine/engine.py",
         "prompt_is_finite = is_finite(prompt_part)",
         "prompt_is_finite = True",
-        ("unit/test_prompt_only.py",),
+        ("unit/engine/test_prompt_only.py",),
     ),
     Mutant(
         "the scores of a prompt are shifted by one",
@@ -1001,14 +1001,14 @@ MUTANTS = (
         "paceline/engine/scheduler.py",
         "all(request.uncomputed_tokens == 1 for request in self.running)",
         "all(request.uncomputed_tokens >= 1 for request in self.running)",
-        (*SCHEDULER, "unit/test_draft_schedule.py"),
+        (*SCHEDULER, "unit/engine/test_draft_schedule.py"),
     ),
     Mutant(
         "a request finds the cached blocks of requests with another salt",
         "paceline/engine/slot_pool.py",
         "before: int | str = salt",
         'before: int | str = ""',
-        ("unit/test_isolation.py", *SCHEDULER),
+        ("unit/engine/test_isolation.py", *SCHEDULER),
     ),
     # The node codec.
     Mutant(
@@ -1108,7 +1108,7 @@ MUTANTS = (
         "paceline/engine/slot_pool.py",
         "            before = block.serial\n        return found",
         "        return found",
-        ("unit/test_slot_pool.py", "unit/test_engine.py"),
+        ("unit/engine/test_slot_pool.py", "unit/engine/test_engine.py"),
     ),
     # Policy: what a guess is worth.
     Mutant(
@@ -1159,7 +1159,7 @@ MUTANTS = (
         "services/gateway/routing/worker_selection.py",
         "own = max(1, prompt_tokens - candidate.cached)",
         "own = max(1, prompt_tokens)",
-        ("unit/test_worker_selection.py", "contract/test_openai_routing.py"),
+        ("unit/gateway/test_worker_selection.py", "contract/test_openai_routing.py"),
     ),
     Mutant(
         "any key opens the gateway",
@@ -1188,56 +1188,56 @@ MUTANTS = (
         "paceline/vllm/coupled_draws.py",
         "common_prefix_length(draft, tokens[start : start + len(draft)])",
         "len(draft)",
-        ("unit/test_coupled_draws.py",),
+        ("unit/vllm/test_coupled_draws.py",),
     ),
     Mutant(
         "coupled draws after a draft token have the noise of the position before",
         "paceline/vllm/coupled_draws.py",
         "SamplingRow(state.params, position + depth, state.history, draft[:depth])",
         "SamplingRow(state.params, position, state.history, draft[:depth])",
-        ("unit/test_coupled_draws.py",),
+        ("unit/vllm/test_coupled_draws.py",),
     ),
     Mutant(
         "coupled draws do not see the draft tokens before them",
         "paceline/vllm/coupled_draws.py",
         "SamplingRow(state.params, position + depth, state.history, draft[:depth])",
         "SamplingRow(state.params, position + depth, state.history)",
-        ("unit/test_coupled_draws.py",),
+        ("unit/vllm/test_coupled_draws.py",),
     ),
     Mutant(
         "vLLM's draws count committed tokens as prompt",
         "paceline/vllm/coupled_draws.py",
         "start = len(prompt) - extra.committed",
         "start = len(prompt)",
-        ("unit/test_coupled_draws.py",),
+        ("unit/vllm/test_coupled_draws.py",),
     ),
     Mutant(
         "a forced token is one place late",
         "paceline/vllm/coupled_draws.py",
         "state.extra.forced[output_tokens:]",
         "state.extra.forced[output_tokens + 1 :]",
-        ("unit/test_coupled_draws.py",),
+        ("unit/vllm/test_coupled_draws.py",),
     ),
     Mutant(
         "a fault of the drafts ends vLLM",
         "paceline/vllm/pooled_drafts.py",
         "            except Exception:\n",
         "            except ZeroDivisionError:\n",
-        ("unit/test_vllm_drafts.py",),
+        ("unit/vllm/test_drafts.py",),
     ),
     Mutant(
         "drafts inside vLLM are not told a request's salt",
         "paceline/vllm/pooled_drafts.py",
         "cache_salt=row_of.cache_salt",
         'cache_salt=""',
-        ("unit/test_vllm_drafts.py",),
+        ("unit/vllm/test_drafts.py",),
     ),
     Mutant(
         "a row is taken for one of another salt",
         "paceline/vllm/batch.py",
         "cache_salt == self.generation_request.cache_salt",
         "True",
-        ("unit/test_vllm_drafts.py",),
+        ("unit/vllm/test_drafts.py",),
     ),
     # Resumption: what a client has and what it gets add up to the undisturbed stream.
     Mutant(
@@ -1259,7 +1259,7 @@ MUTANTS = (
         "paceline/state/redis_records.py",
         "elseif count > 0 and redis.call('LINDEX', key, position) == ARGV[first] then",
         "elseif false then",
-        ("unit/test_state.py",),
+        ("unit/state/test_state.py",),
     ),
     Mutant(
         "a resumed request forgets the tokens of its earlier gateway",

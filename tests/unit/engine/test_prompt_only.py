@@ -14,7 +14,7 @@ from paceline.engine.engine import NOT_FINITE_ERROR
 from paceline.llm import LLM
 from paceline.messages import Delta, FinishReason
 from paceline.telemetry.step_stats import StepStats
-from tests.unit.test_engine import SLOTS, Script, Watched, engine, generation_request, local, served
+from tests.unit.engine.test_engine import SLOTS, Script, Watched, engine, generation_request, local, served
 
 
 def scored(result: Delta) -> list[int]:

@@ -19,7 +19,7 @@ from paceline.telemetry.round_stats import RoundStats
 from paceline.telemetry.step_stats import StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
 
-MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
+MANUAL = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 class Scraped(CollectorRegistry):

@@ -12,7 +12,7 @@ from paceline.config import EngineConfig
 from paceline.model.model_loader import load
 from paceline.model.target_weights import load_target_weights
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EVIL = """
 from pathlib import Path
 from transformers import PretrainedConfig

@@ -30,7 +30,7 @@ from paceline_lab.peers.peer_environments import DONE, NotInstalledError, python
 from paceline_lab.peers.peer_process import PeerError, PeerProcess
 from tests.helpers.checkpoints import change_weights, save_checkpoint
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 REQUEST = {"method": "plain", "prompts": [[1, 5], [8]], "temperature": 0.0, "seed": 7, "max_tokens": 3}
 
 

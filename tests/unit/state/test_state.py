@@ -33,7 +33,7 @@ from paceline.state.acceptance_recorder import MAX_PENDING_REQUESTS
 from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.waiting import eventually
 
-SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
+SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
 ONE = AcceptanceCounts(1, (1,), (1,))
 OLD = WorkerRecord("draft", "old", "127.0.0.1:4000", "family/draft", "draft_model", "abc", 1.0)
 YOUNG = dataclasses.replace(OLD, worker_id="young", started_at=2.0)

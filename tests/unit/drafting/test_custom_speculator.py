@@ -12,7 +12,7 @@ import pytest
 from paceline.config import SamplingParams
 from paceline.llm import LLM
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-speculator.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "custom-speculator.md"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=120, logprobs=1)
 SAMPLED = GREEDY.model_copy(update={"temperature": 0.7, "seed": 3})
 REPEATS_ITSELF = SAMPLED.model_copy(update={"logit_bias": {5: 12.0}})

@@ -15,7 +15,7 @@ from paceline.text import ChatTemplateError, Tokenizer
 from paceline_services.gateway.generation.bodies import TokenizeChatBody
 from paceline_services.gateway.generation.chat_prompt import render_chat
 from tests.helpers.checkpoints import save_checkpoint
-from tests.unit.test_gguf_tokenizer import byte_level_metadata, load
+from tests.unit.text.test_gguf_tokenizer import byte_level_metadata, load
 
 SAYS = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
