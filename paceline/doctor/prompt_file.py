@@ -1,7 +1,7 @@
 """Prompts to measure on: a file of the user's, or default ones.
 
-A file is .txt with one prompt on each line, or .jsonl with {"prompt": ...} or {"messages": ...}. The default prompts are
-code of the standard library up to a function's header, and questions about its modules; the training texts of the
+A file is .txt with one prompt on each line, or .jsonl with {"prompt": ...} or {"messages": ...}. The default prompts
+are code of the standard library up to a function's header, and questions about its modules; the training texts of the
 shipped models leave these files out.
 """
 
