@@ -14,7 +14,7 @@ PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-chec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo chat bench gpu load chaos combinations schemas train test test-all lint types layers pytest \
-	pytest-all test-vllm test-real tool-suite clients native-check native-cross mutants models lines chart format schema \
+	pytest-all test-vllm test-real tool-suite clients native-check native-cross mutants models house chart format schema \
 	proto clean
 
 help:  ## this manual
@@ -160,8 +160,8 @@ mutants: setup  ## the code changed in one wrong way after another: do tests not
 models: setup  ## transformers' causal language models, tiny ones: which are computed as transformers computes them?
 	@$(BIN)/python -m tests.helpers.architectures $(ARGS)
 
-lines: setup  ## product lines by room, and test lines
-	@$(BIN)/python -m tests.helpers.house
+house: setup  ## the product's size and shape in one line of JSON: rooms, imports, classes, lines
+	@$(BIN)/python -m tests.house
 
 chart: setup  ## the Helm chart with every combination of its main values
 	@$(BIN)/python -m tests.deploy.combinations

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import house
+from tests.house import names
 
-PAGES = [house.ROOT / "README.md", *sorted((house.ROOT / "docs").rglob("*.md"))]
+PAGES = [names.ROOT / "README.md", *sorted((names.ROOT / "docs").rglob("*.md"))]
 
 
 def members() -> dict[str, set[str]]:
     """The methods and attributes of every class of the product, its bases' included, and the fields of messages."""
     bases: dict[str, list[str]] = {}
     found: defaultdict[str, set[str]] = defaultdict(set)
-    for _, tree in house.modules():
+    for _, tree in names.modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = re.findall(r"\w+", " ".join(map(ast.unparse, node.bases)))
-                found[node.name] |= {name for name, _ in house.given_names(node)}
-    for proto in (house.ROOT / "proto").rglob("*.proto"):
+                found[node.name] |= {name for name, _ in names.given_names(node)}
+    for proto in (names.ROOT / "proto").rglob("*.proto"):
         for message, body in re.findall(r"^message (\w+) \{\n(.*?)^\}", proto.read_text(), re.MULTILINE | re.DOTALL):
             found[message] |= set(re.findall(r"\w+", body))
 
@@ -39,11 +39,11 @@ def members() -> dict[str, set[str]]:
 MEMBERS = members()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(house.ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(names.ROOT)))
 def test_functions_and_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = [f"{cls}.{name}" for cls, name in named_functions(text) if name not in MEMBERS.get(cls, ())]
-    assert missing + [path for path in named_files(text) if not (house.ROOT / path).exists()] == []
+    assert missing + [path for path in named_files(text) if not (names.ROOT / path).exists()] == []
 
 
 def test_names_are_found_in_a_page() -> None:
@@ -65,12 +65,12 @@ def named_files(text: str) -> list[str]:
 def test_the_example_of_a_parameter_applies_to_the_code_as_it_is() -> None:
     """If it does not: apply it by hand, run its tests, and write it again with `git diff -U2`."""
     example = "docs/examples/epsilon_cutoff.diff"
-    subprocess.run(["git", "apply", "--check", example], cwd=house.ROOT, check=True)
+    subprocess.run(["git", "apply", "--check", example], cwd=names.ROOT, check=True)
 
 
 def test_the_figures_of_published_models_are_those_of_their_run() -> None:
-    run = json.loads((house.ROOT / "benchmarks" / "real.json").read_text())
-    table = (house.ROOT / "README.md").read_text().partition("| tokens/s: llama.cpp")[2].partition("\n\n")[0]
+    run = json.loads((names.ROOT / "benchmarks" / "real.json").read_text())
+    table = (names.ROOT / "README.md").read_text().partition("| tokens/s: llama.cpp")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     loads = {"short": "plain", "batch8": "batch8", "prompt_512": "prompt_512", "prompt_4096": "prompt_4096"}
     loads |= {"code": "best_code", "edits": "best_edits"}

@@ -5,26 +5,26 @@ import sys
 
 import pytest
 
-from tests.helpers import house
+from tests.house import names
 from tests.mutants.table import MUTANTS
 
-ARCHITECTURE = house.ROOT / "docs" / "architecture.md"
+ARCHITECTURE = names.ROOT / "docs" / "architecture.md"
 
 
 def test_no_public_class_name_stands_twice() -> None:
-    assert house.repeated_class_names() == {}
+    assert names.repeated_class_names() == {}
 
 
 def test_names_use_the_words_of_the_glossary() -> None:
-    assert house.denied_names() == []
+    assert names.denied_names() == []
 
 
 def test_the_functions_in_the_architecture_s_tables_are_in_the_files_beside_them() -> None:
     rows = [line for line in ARCHITECTURE.read_text().splitlines() if line.startswith("|") and ".py`" in line]
     assert len(rows) > 20
-    assert list(house.misplaced_names(rows)) == []
+    assert list(names.misplaced_names(rows)) == []
     moved = "| 1 | what | `Engine.step`, `Engine.gone` | `paceline/engine/engine.py`, `wire/nowhere.py` |"
-    assert list(house.misplaced_names([moved])) == [
+    assert list(names.misplaced_names([moved])) == [
         "no file wire/nowhere.py",
         "Engine.gone is not in paceline/engine/engine.py, wire/nowhere.py",
     ]
@@ -39,7 +39,7 @@ def test_the_functions_in_the_architecture_s_tables_are_in_the_files_beside_them
     ],
 )
 def test_a_denied_word_is_found_wherever_it_stands_in_a_name(name: str, words: list[str]) -> None:
-    assert house.words(name) == words
+    assert names.words(name) == words
 
 
 @pytest.mark.parametrize("service", ["target", "draft", "gateway"])

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from canitoolcall.results import CaseResult, Status
 
-from tests.helpers import house
+from tests.house.names import ROOT
 from tests.tool_suite.replays import by_family, cases, reasons
 
 STREAM_CHECKS = ("stream_equals_nonstream", "split_invariance")
@@ -53,7 +53,7 @@ def test_streams_equal_whole_parses(family: str) -> None:
 
 
 def test_the_documentation_says_why_a_fixture_does_not_pass() -> None:
-    _, _, section = (house.ROOT / "docs" / "tools.md").read_text().partition("## The neutral suite")
+    _, _, section = (ROOT / "docs" / "tools.md").read_text().partition("## The neutral suite")
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
     patterns = re.findall("`([^`]+)`", "".join(rows))
     others = (Status.PASS, Status.UNSUPPORTED)

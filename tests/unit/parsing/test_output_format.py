@@ -13,7 +13,7 @@ from paceline.parsing.output_format import DETECTED, TOOL_FORMATS, OutputFormat
 from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.parsing.tool_format import ToolFormat
 from paceline.text import Tokenizer
-from tests.helpers import house
+from tests.house.names import ROOT
 
 FIXTURES = Path(__file__).parent / "tool_formats"
 QWEN3 = (FIXTURES / "hermes" / "template.qwen3.jinja").read_text()
@@ -51,7 +51,7 @@ def test_each_format_has_fixtures() -> None:
 
 
 def test_the_documentation_lists_each_format() -> None:
-    _, calls, reasoning = re.split(r"^\| `--.*", (house.ROOT / "docs" / "tools.md").read_text(), flags=re.MULTILINE)
+    _, calls, reasoning = re.split(r"^\| `--.*", (ROOT / "docs" / "tools.md").read_text(), flags=re.MULTILINE)
     for table, names in ((calls, TOOL_FORMATS), (reasoning.partition("\n\n")[0], REASONING_FORMATS)):
         listed = re.findall(r"^\|([^|]*)", table, re.MULTILINE)
         assert set(re.findall("`(.*?)`", "".join(listed))) == set(names)

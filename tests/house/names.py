@@ -1,22 +1,16 @@
-"""What the house is made of: product lines by room, and the words that its names may not use. `make lines`."""
+"""Names in the product: which words they may not use, which stand twice, and where documents say that they are."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-import subprocess
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
+from tests.house.figures import PRODUCT, read
+
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("paceline", "services")
-"""What is installed. Generated stubs and the demo family's weights are no lines of ours."""
-SOURCES = (".py", ".hpp", ".cpp")
-SERVICE_FILES = {"__init__.py", "__main__.py", "server.py"}
-"""File names that several folders may have."""
 DENIED = frozenset(
     (
         *("answers", "beside", "blows", "brings", "cacheless", "callers", "credit", "entrance", "follower", "growing"),
@@ -30,27 +24,9 @@ PUBLIC = frozenset({"beside", "answers", "beside_s"})
 """Keys that users write or read: of configurations and of benchmarks' last lines."""
 
 
-def files(*folders: str) -> list[Path]:
-    """Tracked source files below these folders, without generated ones."""
-    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
-    paths = [Path(line) for line in listed.stdout.splitlines()]
-    return [path for path in paths if path.suffix in SOURCES and not path.match("paceline/v1/*")]
-
-
-def lines() -> dict[str, int]:
-    """Product lines by room: a folder of `paceline` or `services`, or the files beside them."""
-    counts: Counter[str] = Counter()
-    for path in files(*PRODUCT):
-        room = "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
-        counts[room] += len((ROOT / path).read_text(encoding="utf-8").splitlines())
-    return dict(sorted(counts.items()))
-
-
 def modules() -> Iterator[tuple[Path, ast.Module]]:
     """Every Python file of the product and of the lab, parsed."""
-    for path in files(*PRODUCT, "paceline_lab"):
-        if path.suffix == ".py":
-            yield path, ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    yield from ((source.path, source.tree) for source in read(ROOT, *PRODUCT, "paceline_lab"))
 
 
 def repeated_class_names() -> dict[str, list[Path]]:
@@ -82,12 +58,12 @@ def misplaced_names(table: Iterable[str]) -> Iterator[str]:
     A row's last cell has files, by the ends of their paths, and functions; or files alone, and the cell before it the
     functions.
     """
-    paths = [path for path in files(*PRODUCT) if path.suffix == ".py"]
+    sources = read(ROOT, *PRODUCT)
     for row in table:
         *_, functions, last_cell = (re.findall(r"`([^`]+)`", cell) for cell in row.split(" | "))
         ends = [name for name in last_cell if name.endswith(".py")]
         named = functions if ends == last_cell else last_cell
-        texts = {end: [(ROOT / path).read_text() for path in paths if f"/{path}".endswith(f"/{end}")] for end in ends}
+        texts = {end: [source.text for source in sources if f"/{source.path}".endswith(f"/{end}")] for end in ends}
         yield from (f"no file {end}" for end, found in texts.items() if not found)
         code = "\n".join(chain.from_iterable(texts.values()))
         for name in named:
@@ -111,11 +87,3 @@ def given_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield node.id, node.lineno
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr, node.lineno
-
-
-if __name__ == "__main__":
-    rooms = lines()
-    for room, count in rooms.items():
-        print(f"{count:7,}  {room}")
-    tests = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in files("tests"))
-    print(json.dumps({"product_lines": sum(rooms.values()), "test_lines": tests}))
