@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from paceline.state.acceptance import AcceptanceStore
 from paceline.state.acceptance_recorder import AcceptanceRecorder
-from paceline.state.memory_records import MemoryRecords
 from paceline.state.memory_store import MemoryAcceptance, MemoryRegistry
 from paceline.state.record_store import RecordLimits, RecordStore
 from paceline.state.redis_availability import RedisAvailability
+from paceline.state.state_errors import StateUnavailableError
 from paceline.state.worker_registration import WorkerRegistration
 from paceline.state.worker_registry import WorkerKind, WorkerRecord, WorkerRegistry
 from paceline.state.worker_watcher import WorkerWatcher
@@ -35,8 +35,15 @@ class StateStore:
 
     registry: WorkerRegistry
     acceptance: AcceptanceStore
-    records: RecordStore
+    kept_records: RecordStore | None = None
     presence: RedisAvailability = field(default_factory=RedisAvailability)
+
+    @property
+    def records(self) -> RecordStore:
+        """Raises `StateUnavailableError` without Redis: nothing is kept for clients in memory."""
+        if self.kept_records is None:
+            raise StateUnavailableError("responses and journals are kept in Redis only")
+        return self.kept_records
 
     def registration(self, record: WorkerRecord, load: Callable[[], Mapping[str, float]] = dict) -> WorkerRegistration:
         return WorkerRegistration(self.registry, self.presence, record, load)
@@ -58,7 +65,7 @@ async def open_store(
     tls: Certificates | None = None,
     records: RecordLimits = DEFAULT_LIMITS,
 ) -> AsyncIterator[StateStore]:
-    """Shared state at `redis_url`; None: in the memory of this process.
+    """Shared state at `redis_url`; None: registry and acceptance in the memory of this process.
 
     `ttl_s`: how long a worker stays listed after its last heartbeat. `half_life_s`: of acceptance totals in Redis.
     `timeout_s`: how long Redis may take to answer. `tls`: certificate files for a `rediss://` URL that names none.
@@ -66,7 +73,7 @@ async def open_store(
     does not answer.
     """
     if redis_url is None:
-        yield StateStore(MemoryRegistry(ttl_s), MemoryAcceptance(), MemoryRecords(records))
+        yield StateStore(MemoryRegistry(ttl_s), MemoryAcceptance())
         return
     # Not at the top: what only starts services does so before it loads redis.
     from paceline.state.redis_client import check, connect

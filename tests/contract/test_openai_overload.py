@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from paceline.messages import Delta, FinishReason
-from paceline.state import WorkerRecord, open_store
+from paceline.state import WorkerRecord
 from paceline.wire import target_link
 from paceline.wire.target_codec import encode_request
 from paceline_lab.fake_models.timed_config import TimedModelConfig
@@ -21,6 +21,7 @@ from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.generation.admission import AdmissionLimits
 from paceline_services.gateway.generation.served_model import interleaved
 from paceline_services.gateway.server import GatewaySettings, running
+from tests.helpers.memory_state import open_state
 from tests.helpers.openai_stack import counts, open_stack
 from tests.helpers.targets import target_worker
 from tests.helpers.waiting import until
@@ -43,7 +44,7 @@ async def served(limits: AdmissionLimits, moving: Event) -> AsyncIterator[httpx.
     model = TimedModel(TIMED, spec, slots=512, max_model_len=256, sleep=sleep)
     async with (
         target_worker(model=model) as worker,
-        open_store(None, ttl_s=3600.0) as store,
+        open_state(ttl_s=3600.0) as store,
         running(GatewaySettings({SERVED: TIMED}, port=0, limits=limits), store) as (models, addresses),
     ):
         record = WorkerRecord("target", "t", worker.address, SERVED, "", spec.fingerprint, time.time())

@@ -29,7 +29,7 @@ from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.launcher import StartError
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
-from paceline.state import WorkerRecord, open_store
+from paceline.state import WorkerRecord
 from paceline.telemetry.otel_tracing import OtelTracing
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire.draft_stream_messages import ConnectDrafts
@@ -38,6 +38,7 @@ from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services import tracing_options
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from tests.helpers.memory_state import open_state
 from tests.helpers.openai_stack import counts, open_stack, refusal
 from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, generation_request, target_worker
 from tests.helpers.waiting import until
@@ -118,7 +119,7 @@ async def traced_stack(targets: int = 1) -> AsyncIterator[TracedStack]:
         enter = stack.enter_async_context
         speculator = DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS, disagreement=0.2), 2)
         draft = await enter(draft_worker(speculator, tracing=recorder.tracing("draft")))
-        store = await enter(open_store(None, ttl_s=3600.0))
+        store = await enter(open_state(ttl_s=3600.0))
         await store.registry.register(WorkerRecord("draft", "one", draft.address, "", "custom", "", time.time()))
         workers = []
         for number in range(targets):

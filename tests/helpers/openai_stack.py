@@ -47,6 +47,7 @@ from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
 from paceline_services.target.target_servicer import TargetServicer
+from tests.helpers.memory_state import open_state
 from tests.helpers.waiting import until
 
 MODEL = "pydoc"
@@ -430,7 +431,7 @@ async def open_stack(
         limits=limits or AdmissionLimits(resume_s=5.0),
         **settings_,
     )
-    async with open_store(redis_url, ttl_s=3600.0, records=settings.records) as store, AsyncExitStack() as service:
+    async with open_state(redis_url, ttl_s=3600.0, records=settings.records) as store, AsyncExitStack() as service:
         tokenizer = TOKENIZER if folder == MODEL else Tokenizer.load(folder)
         vocabulary = {"fingerprint": tokenizer.fingerprint, "vocabulary_size": len(tokenizer.pieces)}
         targets = [

@@ -12,10 +12,11 @@ import httpx
 
 from loadtests.chaos.chaos_cases import ChaosCase, opened
 from loadtests.received_stream import ReceivedStream, same_answer
-from paceline.state import WorkerRecord, open_store
+from paceline.state import WorkerRecord
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from tests.helpers.memory_state import open_state
 from tests.helpers.targets import TargetWorker, target_worker
 from tests.helpers.workers import PATIENCE_S
 
@@ -92,7 +93,7 @@ def timed_target(model: str) -> AbstractAsyncContextManager[TargetWorker]:
 async def gateway_for(model: str, *targets: str) -> AsyncIterator[Addresses]:
     """A gateway in this process, and the addresses of its targets, which compute this timed model."""
     fingerprint = TimedModelConfig.parse(model).fingerprint
-    async with open_store(None, ttl_s=3600.0) as store:
+    async with open_state(ttl_s=3600.0) as store:
         for number, address in enumerate(targets):
             record = WorkerRecord("target", f"{number}", address, "tested", "", fingerprint, time.time())
             await store.registry.register(record)

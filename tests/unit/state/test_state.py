@@ -31,6 +31,7 @@ from paceline.state import (
 )
 from paceline.state.acceptance_recorder import MAX_PENDING_REQUESTS
 from paceline.state.embedded_redis import EmbeddedRedis
+from tests.helpers.memory_state import open_state
 from tests.helpers.waiting import eventually
 
 SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
@@ -61,7 +62,7 @@ async def redis_store(redis_url: str, redis: Redis) -> AsyncIterator[StateStore]
 
 @pytest.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest, redis_store: StateStore) -> AsyncIterator[StateStore]:
-    async with open_store(None, ttl_s=0.3) as in_memory:
+    async with open_state(ttl_s=0.3) as in_memory:
         yield in_memory if request.param == "memory" else redis_store
 
 
@@ -257,7 +258,7 @@ class Opener:
         self._url = url
 
     def __call__(self, ttl_s: float = 60.0, max_bytes: int = 100) -> AbstractAsyncContextManager[StateStore]:
-        return open_store(self._url, records=RecordLimits(ttl_s, ttl_s, max_bytes))
+        return open_state(self._url, records=RecordLimits(ttl_s, ttl_s, max_bytes))
 
 
 @pytest.fixture(params=["memory", "redis"])

@@ -1,13 +1,25 @@
-"""Finished responses and journals in the memory of one process."""
+"""Shared state in this process's memory, with records, instead of Redis. tests/unit/state holds both to one contract."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 
+from paceline.state import StateStore, open_store
 from paceline.state.record_store import Append, RecordLimits
+
+
+@asynccontextmanager
+async def open_state(
+    redis_url: str | None = None, *, ttl_s: float = 6.0, records: RecordLimits | None = None
+) -> AsyncIterator[StateStore]:
+    """`open_store`, but with records if there is no URL, too."""
+    records = records or RecordLimits()
+    async with open_store(redis_url, ttl_s=ttl_s, records=records) as store:
+        yield store if redis_url else replace(store, kept_records=MemoryRecords(records))
 
 
 @dataclass(slots=True)
