@@ -95,12 +95,10 @@ class Engine:
         self._draft_manager = DraftManager(
             draft_client,
             lookup_clients,
-            speculative_config.rejection_sampling_strategy,
+            speculative_config,
             make_draft_schedule(draft_client.concurrent, lockstep, self._cost, clock),
             model.vocabulary_size,
             clock,
-            gated=speculative_config.row_budget and not lockstep,
-            sampled_drafts=self._strategy.sampled_drafts,
         )
         self._grammars = grammars or GrammarCompiler.of(model.name, model.vocabulary_size)
         self._hidden = HiddenStates(model.slots)
@@ -171,7 +169,7 @@ class Engine:
         if batch:
             deltas += self._run_step(batch)
             overhead = self._draft_overhead_tokens(drawing, self._clock() - start)
-            self._draft_manager.end_step(self._scheduler.best_unverified, overhead)
+            self._draft_manager.end_step(overhead)
         self._draft_manager.flush()
         if drawing:
             self._observe_step_cost(drawing, nodes, self._clock() - received)
