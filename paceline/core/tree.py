@@ -153,8 +153,8 @@ class TokenTree:
     def outcomes(self, path: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, int, int, bool]]:
         """(node, draft, calibration cell, drawn) of each node whose parent is on the drawn path, once per draft.
 
-        `tokens`: the target's draws after the root. `path`: the nodes that `match` them. `drawn`: whether the target
-        drew the node's token.
+        `tokens`: the target's draws after the root. `path`: nodes that `match` all but the last. `drawn`: whether the
+        target drew the node's token.
         """
         drawn = dict(zip((ROOT, *path), tokens, strict=False))
         for node, parent in enumerate(self.parents):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+from paceline.config import SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.drafting.sampled_drafts import SAMPLED_DRAFT_SCORE
 from paceline.drafting.speculator import Commit, Context, Opening
@@ -28,18 +29,14 @@ class DraftManager:
         self,
         draft_client: DraftClient,
         lookup_clients: Sequence[DraftClient],
-        strategy: str,
+        config: SpeculativeConfig,
         schedule: DraftSchedule,
         vocabulary_size: int,
         clock: Clock,
-        *,
-        gated: bool,
-        sampled_drafts: bool = False,
     ) -> None:
-        """`draft_client` finds each request a draft; those of lookups draft for every request. `strategy`: by name.
+        """`draft_client` finds each request a draft; those of lookups draft for every request.
 
-        `gated`: whether drafts that do not pay are paused, and all drafts learn `least_path_probability`.
-        `sampled_drafts`: see `Strategy`.
+        Drafts that do not pay are paused, unless the rows need not pay or steps are in lock-step.
         """
         self.received = 0
         """Nodes received since the engine last reset this."""
@@ -49,12 +46,12 @@ class DraftManager:
         """Time that steps have waited for growth."""
         self._draft_client = draft_client
         self._lookup_clients = lookup_clients
-        self._strategy = strategy
+        self._config = config
         self._schedule = schedule
         self._vocabulary_size = vocabulary_size
         self._clock = clock
-        self._gated = gated
-        self._sampled_drafts = sampled_drafts
+        self._gated = config.row_budget and config.draft_schedule != "lockstep"
+        self._sampled_drafts = config.strategy.sampled_drafts
         self._gates: dict[str, DraftGate] = {}
         """By draft; empty unless gated."""
         self._gate_of: dict[int, DraftGate] = {}
@@ -110,18 +107,10 @@ class DraftManager:
         if gate := self._gate_of.get(request.key):
             gate.record_accepted(request, accepted)
 
-    def end_step(self, best_unverified: float, lost: float) -> None:
-        """Update gates and limits after a step.
-
-        `best_unverified`: path probability of the best node without a row. `lost`: tokens that drafting cost each
-        drafted request.
-        """
+    def end_step(self, lost: float) -> None:
+        """Update the gates after a step. `lost`: tokens that drafting cost each drafted request."""
         for gate in self._gates.values():
             gate.end_step(lost)
-        if self._gated and self._schedule.observe_unverified(best_unverified):
-            for gate in self._gates.values():
-                for request in gate.requests.values():
-                    self._send_limit(request)
 
     def receive_growth(self, requests: Mapping[int, DraftedRequest], drawing: Sequence[DraftedRequest]) -> None:
         """Graft growth that has arrived, poll the lookup drafts once, then wait while the schedule says so.
@@ -176,7 +165,7 @@ class DraftManager:
         return min(tokens, default=0) >= 0 and max(tokens, default=0) < self._vocabulary_size
 
     def _opening(self, request: DraftedRequest) -> Opening:
-        return request.opening(self._strategy, self._schedule.depth_factor, self._schedule.least_path_probability)
+        return request.opening(self._config, self._schedule.depth_factor)
 
     def _send_held(self, request: DraftedRequest) -> None:
         if request.held_commits:
@@ -185,7 +174,7 @@ class DraftManager:
 
     def _send_limit(self, request: DraftedRequest) -> None:
         self._send_held(request)
-        self._draft_client.limit(request.limit(self._schedule.depth_factor, self._schedule.least_path_probability))
+        self._draft_client.limit(request.limit(self._config, self._schedule.depth_factor))
 
     def _gate_for(self, draft: str) -> DraftGate:
         if draft not in self._gates:

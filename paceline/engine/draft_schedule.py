@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.policy.inline_round_policy import InlineRoundPolicy
-from paceline.core.policy.least_path_probability import LeastPathProbability
 from paceline.core.policy.step_cost import StepCost, nodes_to_verify
 from paceline.core.policy.wait_policy import WaitPolicy
 from paceline.core.tree import ROOT
@@ -28,22 +27,14 @@ class DraftSchedule(Protocol):
     depth_factor: int
     """How many times the depth of one step a draft grows."""
 
-    @property
-    def least_path_probability(self) -> float:
-        """The least path probability of nodes that drafts should send."""
-
     def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
         """Receive updates while waiting pays. `drawing`: the requests of the step; at least one has a draft."""
-
-    def observe_unverified(self, path_probability: float) -> bool:
-        """A step had no row for a node of this path probability. Whether `least_path_probability` changed."""
 
 
 class LockstepSchedule:
     """Like a target that calls its draft: wait until every tree has its full depth, then step."""
 
     depth_factor = 1
-    least_path_probability = 0.0
     TIMEOUT_S = 1.0
     """A step waits no longer than this."""
 
@@ -57,9 +48,6 @@ class LockstepSchedule:
             if left_s <= 0 or not receive(left_s):
                 return
 
-    def observe_unverified(self, path_probability: float) -> bool:
-        return False
-
     def _is_short(self, request: DraftedRequest) -> bool:
         return request.draft_active and request.tree.height(request.candidate_nodes()) < request.depth_allowed()
 
@@ -70,14 +58,6 @@ class CostAwareSchedule:
     def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
         self._cost = cost
         self._clock = clock
-        self._least_path_probability = LeastPathProbability()
-
-    @property
-    def least_path_probability(self) -> float:
-        return self._least_path_probability.value
-
-    def observe_unverified(self, path_probability: float) -> bool:
-        return self._least_path_probability.observe(path_probability)
 
     def _round_rows_s(self, step: StepForecast, requests: int) -> float:
         """Duration of the rows for one more node of each request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from paceline.config import SpeculativeConfig
 from paceline.core.policy.calibration import Calibration
 from paceline.core.tree import TokenTree
 from paceline.drafting.speculator import Commit, Limit, Opening
@@ -87,12 +88,12 @@ class DraftedRequest:
         depth = self.depth_allowed()
         return self.tree.best(self.max_nodes, depth) if depth > 0 else []
 
-    def limit(self, depth_factor: int, least_path_probability: float) -> Limit:
+    def limit(self, config: SpeculativeConfig, depth_factor: int) -> Limit:
         """How far the draft may grow the tree now; see `opening`."""
         nodes = 0 if self.paused else self.max_tree_nodes
-        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, least_path_probability)
+        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, config.least_path_probability)
 
-    def opening(self, strategy: str, depth_factor: int, least_path_probability: float) -> Opening:
+    def opening(self, config: SpeculativeConfig, depth_factor: int) -> Opening:
         """The first message to a draft, which starts unpaused. It grows `depth_factor` times the depth of one step."""
         return Opening(
             self.key,
@@ -101,8 +102,8 @@ class DraftedRequest:
             self.generation_request.sampling,
             depth_factor * self.max_depth,
             self.max_tree_nodes,
-            strategy,
-            least_path_probability,
+            config.rejection_sampling_strategy,
+            config.least_path_probability,
             cache_salt=self.generation_request.cache_salt,
             trace_parent=self.generation_request.trace_parent,
         )

@@ -23,6 +23,7 @@ from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
 from paceline.core.sampling import is_finite
 from paceline.core.strategies import make_verifier
 from paceline.core.tree import ROOT, TokenTree
+from paceline.core.verify import Verdict
 from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
@@ -95,12 +96,10 @@ class Engine:
         self._draft_manager = DraftManager(
             draft_client,
             lookup_clients,
-            speculative_config.rejection_sampling_strategy,
+            speculative_config,
             make_draft_schedule(draft_client.concurrent, lockstep, self._cost, clock),
             model.vocabulary_size,
             clock,
-            gated=speculative_config.row_budget and not lockstep,
-            sampled_drafts=self._strategy.sampled_drafts,
         )
         self._grammars = grammars or GrammarCompiler.of(model.name, model.vocabulary_size)
         self._hidden = HiddenStates(model.slots)
@@ -171,7 +170,7 @@ class Engine:
         if batch:
             deltas += self._run_step(batch)
             overhead = self._draft_overhead_tokens(drawing, self._clock() - start)
-            self._draft_manager.end_step(self._scheduler.best_unverified, overhead)
+            self._draft_manager.end_step(overhead)
         self._draft_manager.flush()
         if drawing:
             self._observe_step_cost(drawing, nodes, self._clock() - received)
@@ -299,12 +298,12 @@ class Engine:
         deltas: list[Delta] = []
         if not is_finite(output.logits):
             batch, logits, prompt_logits, deltas = self._fail_not_finite(batch, logits, prompt_logits)
-        new_tokens = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
+        verdicts = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
         prompt_log_probs = score_prompts(batch, prompt_logits)
         seconds = self._clock() - start
         for each in batch:
             self._record_compute(each, start, seconds)
-        return deltas + self._commit_all(batch, logits, new_tokens, prompt_log_probs)
+        return deltas + self._commit_all(batch, logits, verdicts, prompt_log_probs)
 
     def _fail_not_finite(
         self, batch: Sequence[ScheduledRequest], logits: Tensor, prompt_logits: Tensor
@@ -346,20 +345,20 @@ class Engine:
         self,
         batch: Sequence[ScheduledRequest],
         logits: Tensor,
-        new_tokens: Sequence[list[int]],
+        verdicts: Sequence[Verdict],
         prompt_log_probs: Sequence[list[PromptLogProbs]],
     ) -> list[Delta]:
-        """`new_tokens`: for each request that draws, in order, its accepted tokens and the bonus token.
+        """`verdicts`: of the requests that draw, in order.
 
         `prompt_log_probs`: what each request of the batch sends of its prompt.
         """
         deltas = []
-        row, tokens = 0, iter(new_tokens)  # `row`: the first row of the next request in `logits`
+        row, verdict = 0, iter(verdicts)  # `row`: the first row of the next request in `logits`
         for scheduled, scores in zip(batch, prompt_log_probs, strict=True):
             if self.hidden_layers:
                 self._send_hidden_states(scheduled)
             if scheduled.draws:
-                delta = self._commit(scheduled, next(tokens), logits, row)
+                delta = self._commit(scheduled, next(verdict), logits, row)
                 row += 1 + len(scheduled.nodes)
             elif scheduled.complete:
                 delta = self._end(scheduled.request, FinishReason.LENGTH)  # it wants no output
@@ -371,14 +370,12 @@ class Engine:
             deltas.append(delta)
         return deltas
 
-    def _commit(self, scheduled: ScheduledRequest, new_tokens: Sequence[int], logits: Tensor, row: int) -> Delta:
-        """`new_tokens`: accepted tokens, the bonus token. `row`: of the root in `logits`; those of its nodes follow."""
+    def _commit(self, scheduled: ScheduledRequest, verdict: Verdict, logits: Tensor, row: int) -> Delta:
+        """`row`: of the root in `logits`; those of its nodes follow."""
         request = scheduled.request
-        tokens, reason = request.truncate_at_end(new_tokens)
-        path = request.tree.match(tokens)  # may end with a node without a row that the bonus token has confirmed
-        # With `residual` the last token may be an accepted guess that had no row: it counts as the bonus token.
-        accepted_nodes = path[: len(new_tokens) - 1]
-        self._record_acceptance(scheduled, tokens, path, len(accepted_nodes))
+        tokens, reason = request.truncate_at_end(verdict.tokens(request.tree))
+        accepted_nodes = verdict.accepted[: len(tokens)]
+        self._record_acceptance(scheduled, tokens, accepted_nodes)
         # The last token becomes the root, whose row is yet to be run: it keeps no slot, be it an accepted node's.
         drawn_at = self._keep_accepted(scheduled, accepted_nodes[: len(tokens) - 1])
         delta = self._new_delta(scheduled, tokens, accepted_nodes, reason)
@@ -417,7 +414,7 @@ class Engine:
         self._draft_manager.commit(request, Commit(request.key, base, tokens, len(accepted_nodes), hidden_states))
 
     def _record_acceptance(
-        self, scheduled: ScheduledRequest, tokens: Sequence[int], path: Sequence[int], accepted_count: int
+        self, scheduled: ScheduledRequest, tokens: Sequence[int], accepted_nodes: Sequence[int]
     ) -> None:
         """Count the verified nodes, and calibrate the drafts' probabilities.
 
@@ -427,9 +424,9 @@ class Engine:
         tree, nodes = scheduled.request.tree, scheduled.nodes
         reached = tree.height(nodes)
         for stats in (scheduled.request.stats, self._step_speculation):
-            stats.record(len(nodes), reached, accepted_count)
+            stats.record(len(nodes), reached, len(accepted_nodes))
         learn_from_all, calibrations = self._strategy.drafter_invariant, scheduled.request.calibrations
-        for node, source, cell, was_drawn in tree.outcomes(path, tokens):
+        for node, source, cell, was_drawn in tree.outcomes(accepted_nodes, tokens):
             if learn_from_all or node in nodes:
                 calibrations[source].observe(cell, was_drawn)
                 if source == OWN_DRAFT_SOURCE:

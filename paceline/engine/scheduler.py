@@ -94,8 +94,6 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
-        self.best_unverified = 0.0
-        """Path probability of the best node that the last step had no row for."""
         self._scored_rows_left = MAX_SCORED_ROWS
         """Of the step that is being scheduled."""
         self._config = config
@@ -285,12 +283,10 @@ class Scheduler:
         for each, nodes in candidates:
             paths += map(each.request.tree.path_log_probs.__getitem__, nodes)
         paths.sort(reverse=True)
-        self.best_unverified = 0.0
         if not paths:
             return
         probabilities = list(map(math.exp, paths))
         count = nodes_to_verify(probabilities, len(candidates), needed, most, self._cost)
-        self.best_unverified = probabilities[count] if count < len(paths) else 0.0
         if not count:
             return
         least, slots = paths[count - 1], self.pool.allocate(count)

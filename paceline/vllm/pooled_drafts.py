@@ -103,7 +103,6 @@ class PooledDrafts:
         """Rows of the step that verifies what was proposed."""
         self._called_at: float
         self._returned_at: float
-        self._best_unverified: float
 
     def predict_draws(self, describe: DescribeRow) -> None:
         """Let drafts predict draws with noise instead of the likeliest tokens. Before `start`."""
@@ -138,16 +137,15 @@ class PooledDrafts:
         self._retry_at, self._connected_at = None, self._clock()
         self._batch = Batch(self._open, lambda row: self._describe(row).cache_salt)
         self._proposed, self._proposed_rows = None, 0
-        self._called_at = self._returned_at = self._best_unverified = 0.0
+        self._called_at = self._returned_at = 0.0
         self._client = self._links.open()
         self._manager = DraftManager(
             self._client,
             [LocalDraftClient(each) for each in build_lookups(self._config)],
-            self._strategy,
+            self._config.model_copy(update={"rejection_sampling_strategy": self._strategy}),
             make_draft_schedule(concurrent=True, lockstep=False, cost=self._cost, clock=self._clock),
             self._vocabulary_size,
             self._clock,
-            gated=self._config.row_budget,
         )
 
     def _stop(self) -> None:
@@ -244,7 +242,7 @@ class PooledDrafts:
             # By the line: single steps differ by more than drafts cost.
             seconds = self._cost(self._proposed_rows, nodes) + self._returned_at - self._called_at
             lost = plain * min(seconds / self._cost(plain) - 1, StepCost.MAX_LOST_STEPS)
-        self._manager.end_step(self._best_unverified, lost / drafted if drafted else 0.0)
+        self._manager.end_step(lost / drafted if drafted else 0.0)
 
     def _choose(self, drawing: Sequence[ChainRequest]) -> dict[int, list[int]]:
         """The draft tokens that are worth their rows, by request."""
@@ -252,7 +250,6 @@ class PooledDrafts:
         paths = sorted((request.tree.path_log_probs[node] for request, nodes in chains for node in nodes), reverse=True)
         probabilities = [math.exp(path) for path in paths]
         count = nodes_to_verify(probabilities, len(drawing), len(drawing), len(paths), self._node_cost)
-        self._best_unverified = probabilities[count] if count < len(paths) else 0.0
         least = paths[count - 1] if count else 0.0
         chosen: dict[int, list[int]] = {}
         for request, nodes in chains:

@@ -1,4 +1,4 @@
-"""A target and a draft in virtual time: the real engine, scheduler, tree, row budget, draft loop and frames.
+"""Targets and drafts in virtual time: the real engine, scheduler, tree, row budget, draft loop and frames.
 
 Simulated are the models (`paceline_lab.fake_models.timed_model`), the network (bandwidth, and a delay each way), and
 the processes' communication, which takes no time. Hidden states are only bytes on the wire. The result is that of an
@@ -20,7 +20,7 @@ from paceline.drafting.draft_loop import DraftLoop, DraftRounds, LinkEvents, Req
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
-from paceline.engine.draft_client import DraftClient, NoDraftClient
+from paceline.engine.draft_client import DraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
@@ -50,6 +50,8 @@ class SimulatedPair:
     rtt_s: float = 0.0
     drafts: int = 1
     """Draft workers; requests are assigned in turn."""
+    targets: int = 1
+    """Targets of these drafts; requests are assigned in turn."""
     link_bytes_per_s: float = math.inf
     """Bandwidth between the target and each draft worker, in each direction."""
     state_bytes: int = 0
@@ -163,93 +165,107 @@ class _Run:
     """One simulation."""
 
     def __init__(self, pair: SimulatedPair, generation_requests: Sequence[tuple[float, GenerationRequest]]) -> None:
-        self._time = VirtualTime()
-        self._pair = pair
-        self._result = SimulationResult()
-        self._running = len(generation_requests)
-        self._engine_pipe = _Pipe(self._time, self._receive_from_engine)
-        self._draft_pipes: list[_Pipe] = []
-        self._unsent_states = _UnsentStates()
+        self.time = VirtualTime()
+        self.pair = pair
+        self.outcome = SimulationResult()
+        self.running = len(generation_requests)
+        self.draft_pipes: list[_Pipe] = []
         self._sent_at: defaultdict[object, float] = defaultdict(float)
         """By link and direction: when the last bit has left."""
-        for number, (when, generation_request) in enumerate(generation_requests):
-            drafted = replace(generation_request, draft_addresses=[f"{ADDRESS}-{number % pair.drafts}"])
-            self._time.after(when, partial(self._engine_pipe.put, drafted))
-        drafting: DraftClient = NoDraftClient()
+        self._targets = [_Target(self, number) for number in range(pair.targets)]
         if pair.draft is not None:
-            drafting = RemoteDraftClient(self._engine_pipe, clock=self._time.now)  # type: ignore[arg-type]
-            for link in range(pair.drafts):
-                self._start_draft(pair.draft, link)
-        self._target, cost = self._model(pair.target, pair.engine.max_num_batched_rows)
-        self._step_began_s = 0.0
-        engine = Engine(self._target, pair.engine, pair.speculation, drafting, cost, self._time.now)
-        self._time.start(EngineLoop(engine, self._engine_pipe).run)  # type: ignore[arg-type]
+            for number in range(pair.drafts):
+                self._start_draft(pair.draft, number)
+        for number, (when, generation_request) in enumerate(generation_requests):
+            turn, target = divmod(number, pair.targets)
+            drafted = replace(generation_request, draft_addresses=[f"{ADDRESS}-{turn % pair.drafts}"])
+            self.time.after(when, partial(self._targets[target].pipe.put, drafted))
 
-    def _start_draft(self, spec: TimedModelConfig, link: int) -> None:
-        address = f"{ADDRESS}-{link}"
-        self._engine_pipe.put(StreamUp(link, address, address, hidden_state_layers=()))
-        pipe = _Pipe(self._time, partial(self._receive_from_draft, link))
-        self._draft_pipes.append(pipe)
-        model, cost = self._model(spec, MAX_ROWS)
-        speculation = self._pair.speculation
+    def _start_draft(self, spec: TimedModelConfig, number: int) -> None:
+        pipe = _Pipe(self.time, partial(self._receive_from_draft, number))
+        self.draft_pipes.append(pipe)
+        model, cost = self.model(spec, MAX_ROWS)
+        speculation = self.pair.speculation
         draft = DraftModelSpeculator(
-            model, speculation.tree_width, cost, speculation.least_path_probability, self._time.now
+            model, speculation.tree_width, cost, speculation.least_path_probability, self.time.now
         )
-        self._time.start(DraftLoop(draft, pipe, self._time.now).run)  # type: ignore[arg-type]
+        self.time.start(DraftLoop(draft, pipe, self.time.now).run)  # type: ignore[arg-type]
 
     def result(self) -> SimulationResult:
-        self._time.run(lambda: not self._running)
-        self._result.seconds = self._time.now()
-        return self._result
+        self.time.run(lambda: not self.running)
+        self.outcome.seconds = self.time.now()
+        return self.outcome
 
-    def _model(self, spec: TimedModelConfig, most_rows: int) -> tuple[_MeteredModel, RowCost]:
+    def model(self, spec: TimedModelConfig, most_rows: int) -> tuple[_MeteredModel, RowCost]:
         rows = sorted({1, min(spec.knee_rows, most_rows), most_rows})
-        model = _MeteredModel("timed:", spec, self._pair.engine.slot_count, 2**14, self._time.now, self._time.sleep)
+        model = _MeteredModel("timed:", spec, self.pair.engine.slot_count, 2**14, self.time.now, self.time.sleep)
         return model, RowCost(rows, [max(spec.seconds(count), 1e-9) for count in rows])
+
+    def _receive_from_draft(self, draft: int, message: object) -> None:
+        assert isinstance(message, DraftRounds)
+        for target, grown in message.grown:
+            data = encode_growth_frame(grown).SerializeToString()
+            self.transmit((target, draft, "up"), len(data), partial(self._targets[target].deliver, draft, data))
+
+    def transmit(self, direction: object, size: int, arrive: Callable[[], None]) -> None:
+        """`direction`: a link's; its messages leave one after another."""
+
+        def arrived() -> None:
+            self.outcome.wire_bytes += size
+            arrive()
+
+        size += FRAME_OVERHEAD
+        now = self.time.now()
+        self._sent_at[direction] = max(now, self._sent_at[direction]) + size / self.pair.link_bytes_per_s
+        self.time.after(self._sent_at[direction] - now + self.pair.rtt_s / 2, arrived)
+
+
+class _Target:
+    """One target. Its number is its link's at every draft, a draft's number is its link's here."""
+
+    def __init__(self, run: _Run, number: int) -> None:
+        self.pipe = _Pipe(run.time, self._receive_from_engine)
+        self._run = run
+        self._number = number
+        self._unsent_states = _UnsentStates()
+        pair, drafting = run.pair, DraftClient()
+        if pair.draft is not None:
+            drafting = RemoteDraftClient(self.pipe, clock=run.time.now)  # type: ignore[arg-type]
+            for draft in range(pair.drafts):
+                address = f"{ADDRESS}-{draft}"
+                self.pipe.put(StreamUp(draft, address, address, hidden_state_layers=()))
+        self._model, cost = run.model(pair.target, pair.engine.max_num_batched_rows)
+        self._step_began_s = 0.0
+        engine = Engine(self._model, pair.engine, pair.speculation, drafting, cost, run.time.now)
+        run.time.start(EngineLoop(engine, self.pipe).run)  # type: ignore[arg-type]
+
+    def deliver(self, draft: int, data: bytes) -> None:
+        """A draft's frame has arrived."""
+        grown = parse_growth_frame(data)
+        self.pipe.put(StreamUpdate(draft, grown.growths.fields, list(grown.dropped)))
 
     def _receive_from_engine(self, message: object) -> None:
         """Called in the engine's thread. Its own CPU time does not count as the engine's."""
-        cpu_s = self._engine_cpu_s()
+        cpu_s, run = self._engine_cpu_s(), self._run
         match message:
             case StepResult(deltas):
-                self._result.steps += 1
-                self._result.step_cpu_s.append((len(deltas), cpu_s - self._step_began_s))
+                run.outcome.steps += 1
+                run.outcome.step_cpu_s.append((len(deltas), cpu_s - self._step_began_s))
                 for delta in deltas:
-                    self._result.tokens[delta.request_id] += delta.tokens
-                    self._result.times[delta.request_id] += [self._time.now()] * len(delta.tokens)
-                    self._running -= delta.finish_reason is not None
+                    run.outcome.tokens[delta.request_id] += delta.tokens
+                    run.outcome.times[delta.request_id] += [run.time.now()] * len(delta.tokens)
+                    run.running -= delta.finish_reason is not None
                 self._step_began_s = cpu_s
-            case SendDraftFrame(link, data) as sent:
-                size = len(data) + self._unsent_states.take(sent) * self._pair.state_bytes
-                self._transmit((link, "down"), size, partial(self._deliver_to_draft, link, data))
+            case SendDraftFrame(draft, data) as sent:
+                size = len(data) + self._unsent_states.take(sent) * run.pair.state_bytes
+                run.transmit((self._number, draft, "down"), size, partial(self._deliver_to_draft, draft, data))
             case ConnectDrafts():
                 pass
         self._step_began_s += self._engine_cpu_s() - cpu_s
 
     def _engine_cpu_s(self) -> float:
-        return time.thread_time() - self._target.cpu_s
+        return time.thread_time() - self._model.cpu_s
 
-    def _receive_from_draft(self, link: int, message: object) -> None:
-        assert isinstance(message, DraftRounds)
-        for _, grown in message.grown:
-            data = encode_growth_frame(grown).SerializeToString()
-            self._transmit((link, "up"), len(data), partial(self._deliver_to_engine, link, data))
-
-    def _transmit(self, direction: object, size: int, arrive: Callable[[], None]) -> None:
-        """`direction`: a link's; its messages leave one after another."""
-
-        def arrived() -> None:
-            self._result.wire_bytes += size
-            arrive()
-
-        size += FRAME_OVERHEAD
-        now = self._time.now()
-        self._sent_at[direction] = max(now, self._sent_at[direction]) + size / self._pair.link_bytes_per_s
-        self._time.after(self._sent_at[direction] - now + self._pair.rtt_s / 2, arrived)
-
-    def _deliver_to_draft(self, link: int, data: bytes) -> None:
-        self._draft_pipes[link].put(LinkEvents(link, parse_draft_frame(data), self._time.now()))
-
-    def _deliver_to_engine(self, link: int, data: bytes) -> None:
-        grown = parse_growth_frame(data)
-        self._engine_pipe.put(StreamUpdate(link, grown.growths.fields, list(grown.dropped)))
+    def _deliver_to_draft(self, draft: int, data: bytes) -> None:
+        events = LinkEvents(self._number, parse_draft_frame(data), self._run.time.now())
+        self._run.draft_pipes[draft].put(events)

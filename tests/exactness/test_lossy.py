@@ -27,8 +27,8 @@ def logits_of(*probabilities: float) -> Tensor:
 
 def committed(rule: Verifier, logits: Tensor, each: VerificationInput) -> list[int]:
     """`logits`: the same [V] after every token, or those of each row [R, V]."""
-    [tokens] = rule.verify(logits.expand(len(each.rows), -1), [each])
-    return tokens
+    [verdict] = rule.verify(logits.expand(len(each.rows), -1), [each])
+    return verdict.tokens(each.tree)
 
 
 def accepted(rule: Verifier, logits: Tensor, each: VerificationInput) -> int:
@@ -102,7 +102,7 @@ def test_the_longest_accepted_path_is_committed(
 ) -> None:
     each = verification_input(HOT, 5, *paths)
     accepted_probs = {node: p for node, p in zip(each.verified, probs, strict=False) if p}
-    assert longest_accepted_path(each, draws, accepted_probs) == expected
+    assert longest_accepted_path(each, draws, accepted_probs).tokens(each.tree) == expected
 
 
 class TestLogitComparison:

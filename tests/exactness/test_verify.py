@@ -53,7 +53,9 @@ WALKS: dict[str, tuple[Sequence[Sequence[int]], Sequence[int], Sequence[int]]] =
 def test_the_walk_follows_the_draws(
     tree: TokenTree, verified: Sequence[Sequence[int]], draws: Sequence[int], committed: Sequence[int]
 ) -> None:
-    assert follow_draws(tree, [tree.match(path)[-1] for path in verified], draws) == committed
+    verdict = follow_draws(tree, [tree.match(path)[-1] for path in verified], draws)
+    assert verdict.tokens(tree) == committed
+    assert verdict.accepted == tree.match(committed[:-1])
 
 
 @pytest.mark.parametrize("draws", [[], [1], [1, 2, 3]])

@@ -52,12 +52,16 @@ def draw(scene: Scene, node: int) -> int:
     return drawn(scene.world.target(prefix), scene.chance.noise(len(prefix)))
 
 
+def walk(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
+    return follow_draws(tree, verified, draws).tokens(tree)
+
+
 @dataclass(frozen=True)
 class Coupled:
     """Draw after the root and every verified node, walk, commit."""
 
     draw: Draw = draw
-    follow: Follow = follow_draws
+    follow: Follow = walk
 
     def __call__(self, world: World, drafter: Drafter, chance: Chance) -> Tokens:
         tree, output = TokenTree(0, 0), ()

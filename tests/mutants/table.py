@@ -140,22 +140,22 @@ MUTANTS = (
     Mutant(
         "the walk follows another guess where nobody guessed the draw",
         "paceline/core/verify.py",
-        "node = tree.child(node, draw)",
-        "node = tree.child(node, draw) or next(iter(tree.children(node)), None)",
+        "(child := tree.child(node, draw_after[node]))",
+        "(child := tree.child(node, draw_after[node]) or next(iter(tree.children(node)), None))",
         VERIFY,
     ),
     Mutant(
         "the walk goes on from a guess without a row, by its parent's draw",
         "paceline/core/verify.py",
-        "while node is not None and node in draw_after:\n        draw = draw_after[node]",
-        "draw = draws[0]\n    while node is not None:\n        draw = draw_after.get(node, draw)",
+        "draw_after[node])) in draw_after:\n",
+        "draw_after[node])) is not None:\n        draw_after.setdefault(child, draw_after[node])\n",
         VERIFY,
     ),
     Mutant(
         "the bonus token is left out after accepted guesses",
         "paceline/core/verify.py",
-        "        node = tree.child(node, draw)\n    return committed",
-        "        node = tree.child(node, draw)\n    return committed[:-1] or committed",
+        "    return Verdict(accepted, draw_after[node])",
+        "    return Verdict(accepted[:-1], tree.tokens[node] if accepted else draw_after[node])",
         VERIFY,
     ),
     # Sampling: rules, filters and noise.

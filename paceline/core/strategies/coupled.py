@@ -9,10 +9,10 @@ from torch import Tensor
 
 from paceline.core.sampling import draw
 from paceline.core.strategies.verifier import VerificationInput, Verifier, sampling_rows
-from paceline.core.verify import follow_draws
+from paceline.core.verify import Verdict, follow_draws
 
 
 class Coupled(Verifier):
-    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
+    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:
         draws = iter(draw(logits_RV, sampling_rows(requests)).tolist())
         return [follow_draws(each.tree, each.verified, list(islice(draws, len(each.rows)))) for each in requests]

@@ -25,6 +25,7 @@ from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.sampling import draw, probabilities
 from paceline.core.strategies.verifier import VerificationInput, Verifier, sampling_rows
 from paceline.core.tree import ROOT
+from paceline.core.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class LossyVerifier(Verifier):
         """The parameters of the target distribution that the rule reads."""
         return row
 
-    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
+    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:
         rows = sampling_rows(requests)
         draws = iter(draw(logits_RV, rows).tolist())
         tests: list[list[NodeTest]] = []
@@ -187,11 +188,8 @@ class RelaxedThinking(LossyVerifier):
 
 def longest_accepted_path(
     request: VerificationInput, draws: Sequence[int], accepted_probs: Mapping[int, float]
-) -> list[int]:
-    """The accepted tokens, then the bonus token.
-
-    `draws`: after the root and after each verified node. `accepted_probs`: target probability by accepted node.
-    """
+) -> Verdict:
+    """`draws`: after the root and after each verified node. `accepted_probs`: target probability by accepted node."""
     tree = request.tree
     draw_after = dict(zip((ROOT, *request.verified), draws, strict=True))
     reached: dict[int, tuple[int, float]] = {ROOT: (0, 0.0)}
@@ -205,4 +203,4 @@ def longest_accepted_path(
         elif node in accepted_probs:
             reached[node] = depth + 1, log_prob + math.log(accepted_probs[node])
     end = max(reached, key=reached.__getitem__)
-    return [*tree.path_tokens(end), draw_after[end]]
+    return Verdict(tree.path(end), draw_after[end])

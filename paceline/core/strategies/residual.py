@@ -33,6 +33,7 @@ from paceline.core.noise import NoisePurpose, gumbel_choice, noise_key, uniform
 from paceline.core.sampling import probabilities
 from paceline.core.strategies.verifier import VerificationInput, Verifier, sampling_rows
 from paceline.core.tree import ROOT
+from paceline.core.verify import Verdict
 
 TokenProbs = Mapping[int, float]
 """Probability by token; a missing token has 0."""
@@ -80,6 +81,10 @@ class _Chain:
     """The request's first row, among all rows of the step."""
     tokens: Sequence[ChainToken]
 
+    def nodes(self, result: ChainAcceptance) -> Sequence[int]:
+        """The accepted nodes with rows. A node without one is the bonus token if it is accepted."""
+        return range(ROOT + 1, ROOT + 1 + min(result.accepted, len(self.request.verified)))
+
     def uniforms(self) -> list[float]:
         root = self.request.rows[0]
         keys = (
@@ -102,14 +107,14 @@ class Residual(Verifier):
     def __init__(self, rule: AcceptanceRule = accept_each) -> None:
         self._rule = rule
 
-    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
+    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:
         target_RV = probabilities(logits_RV, sampling_rows(requests))
         chains = _chains(target_RV, requests)
         results = [self._rule(chain.tokens, chain.uniforms()) for chain in chains]
         final_draws = [_final_draw(chain, result) for chain, result in zip(chains, results, strict=True)]
         drawn = iter(_draw(target_RV, [final for final in final_draws if final]))
         return [
-            [*(link.token for link in chain.tokens[: result.accepted]), *islice(drawn, int(final is not None))]
+            Verdict(chain.nodes(result), next(drawn) if final else chain.tokens[-1].token)
             for chain, result, final in zip(chains, results, final_draws, strict=True)
         ]
 

@@ -15,6 +15,7 @@ from paceline.core.noise import NoisePurpose, noise_key, uniform
 from paceline.core.sampling import draw
 from paceline.core.strategies.verifier import VerificationInput, Verifier, sampling_rows
 from paceline.core.tree import ROOT
+from paceline.core.verify import Verdict
 
 
 def conditional_rate(joint_rate: float, depths: int) -> float:
@@ -34,11 +35,11 @@ class SyntheticAcceptance(Verifier):
         """`rate`: of each token, given that the tokens before it were accepted."""
         self._rate = rate
 
-    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
+    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:
         draws = iter(draw(logits_RV, sampling_rows(requests)).tolist())
         return [self._commit(each, list(islice(draws, len(each.rows)))) for each in requests]
 
-    def _commit(self, request: VerificationInput, draws: Sequence[int]) -> list[int]:
+    def _commit(self, request: VerificationInput, draws: Sequence[int]) -> Verdict:
         row_of = {node: row for row, node in enumerate((ROOT, *request.verified))}
         node = ROOT
         while self._accepts(request, row_of[node]):
@@ -46,7 +47,7 @@ class SyntheticAcceptance(Verifier):
             if child is None:
                 break
             node = child
-        return [*request.tree.path_tokens(node), draws[row_of[node]]]
+        return Verdict(request.tree.path(node), draws[row_of[node]])
 
     def _accepts(self, request: VerificationInput, row: int) -> bool:
         sampling = request.rows[row]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.core.logits_rules import SamplingRow
 from paceline.core.tree import TokenTree
+from paceline.core.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,8 @@ class Verifier(ABC):
     """Decides what each request commits. It may keep state per request, by `History`; all its noise is keyed."""
 
     @abstractmethod
-    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
-        """The tokens each request commits: accepted tokens along one verified path, then one more token, which with
-        `residual` may be a guess without a row. Never empty.
+    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:
+        """What each request commits. With `residual` the bonus token may be a guess without a row.
 
         `logits_RV`: the logits of all requests' rows, in order; they are not modified.
         """

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.policy.calibration import Calibration
-from paceline.core.policy.least_path_probability import LeastPathProbability
 from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
 
 COST = RowCost([8, 16, 32], [1.0, 1.5, 4.0])
@@ -143,21 +142,6 @@ class TestStepCost:
         for seconds, drafted, step_s in ((1.5, True, 3.0), (1.25, False, 2.5), (2.0, True, 2.5)):
             cost.observe_plain(1, seconds, drafted=drafted)
             assert cost.tokens_lost(1, step_s) == pytest.approx(1)
-
-
-class TestMinPathProbability:
-    def test_it_follows_unverified_nodes_in_few_changes(self) -> None:
-        limit = LeastPathProbability()
-
-        def changes(unverified: float) -> int:
-            return sum(limit.observe(unverified) for _ in range(200))
-
-        assert (changes(0.0), limit.value) == (0, 0.0), "rows to spare"
-        assert changes(0.5) < 6
-        assert 0.25 * LeastPathProbability.MARGIN < limit.value < LeastPathProbability.MARGIN
-        assert not any(limit.observe(0.4 + 0.2 * (step % 2)) for step in range(200)), "small changes are not sent"
-        assert changes(0.0) < 12
-        assert limit.value < 1e-3
 
 
 def step_cost(passes: RowCost, overhead_s: float = 0.0, node_overhead_s: float = 0.0) -> StepCost:

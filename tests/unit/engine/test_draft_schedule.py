@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from paceline.config import SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.core.policy.inline_round_policy import InlineRoundPolicy
 from paceline.core.policy.step_cost import RowCost, StepCost
@@ -23,6 +24,7 @@ DELAY_S = 1e-3
 STEP_S = 10e-3
 PASSES = RowCost([1, 100], [STEP_S, STEP_S])
 MAX_NODES = 100
+UNGATED = SpeculativeConfig(row_budget=False)
 LONG = 20_000
 """After so many refusals the prior counts again."""
 
@@ -312,7 +314,7 @@ class Polled(NoDraftClient):
 class FixedRounds:
     """Waits for a fixed number of rounds."""
 
-    depth_factor, least_path_probability = 1, 0.0
+    depth_factor = 1
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
@@ -324,13 +326,10 @@ class FixedRounds:
             if not receive(1.0):
                 return
 
-    def observe_unverified(self, path_probability: float) -> bool:
-        return False
-
 
 class TestManager:
     def manager(self, drafting: Polled, schedule: FixedRounds) -> DraftManager:
-        return DraftManager(drafting, (), "coupled", schedule, 10, lambda: 0.0, gated=False)
+        return DraftManager(drafting, (), UNGATED, schedule, 10, lambda: 0.0)
 
     @pytest.mark.parametrize(
         ("concurrent", "draws", "polls"), [(False, True, 0), (False, False, 1), (True, True, 1), (True, False, 1)]
@@ -360,6 +359,6 @@ class TestManager:
 
     def test_a_local_draft_runs_one_round_though_lookups_have_guessed_the_same(self) -> None:
         request, lookup, drafting = drafted_request(), Polled(concurrent=False), Polled(concurrent=False)
-        manager = DraftManager(drafting, (lookup,), "coupled", FixedRounds(1), 10, lambda: 0.0, gated=False)
+        manager = DraftManager(drafting, (lookup,), UNGATED, FixedRounds(1), 10, lambda: 0.0)
         manager.receive_growth({1: request}, [request])
         assert lookup.polls == drafting.polls == manager.grafted == request.tree.size == 1
