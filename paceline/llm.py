@@ -19,7 +19,7 @@ from paceline.memory_plan import plan_memory
 from paceline.messages import Delta, FinishReason, GenerationRequest, LogProbs, SpeculationStats, Timings
 from paceline.model import limit_torch_threads, load
 from paceline.model.kept_row_cost import model_row_cost
-from paceline.output_processor import OutputProcessor
+from paceline.output_processor import OutputOptions, OutputProcessor, TextDelta
 from paceline.sampling_defaults import sampling_defaults
 from paceline.text import Tokenizer
 
@@ -179,10 +179,10 @@ class LLM:
             raise ValueError("a stop string needs at least one character")
         options = SpeculativeOptions(enabled=None if speculative else False, report=True)
         requests = [
-            GenerationRequest(f"llm-{next(self._serial)}", prompt, params, options, stop=stops)
+            GenerationRequest(f"llm-{next(self._serial)}", prompt, params, options)
             for prompt, params in zip(prompts, all_params, strict=True)
         ]
-        running = [_RunningRequest(each, self.tokenizer) for each in requests]
+        running = [_RunningRequest(each, OutputOptions(stops), self.tokenizer) for each in requests]
         try:
             for each in requests:
                 self._engine.submit(each)
@@ -251,11 +251,11 @@ def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams], count: in
 class _RunningRequest:
     """One request's output so far."""
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: GenerationRequest, options: OutputOptions, tokenizer: Tokenizer) -> None:
         self.request_id = request.request_id
         self._request = request
-        self._processor = OutputProcessor(request, tokenizer)
-        self._output = Delta(request.request_id)
+        self._processor = OutputProcessor(request, options, tokenizer)
+        self._output = TextDelta(request.request_id)
 
     def add(self, delta: Delta) -> bool:
         """Whether a stop string ended the request before the engine did. Raises ValueError if the request failed."""
@@ -264,8 +264,7 @@ class _RunningRequest:
         if self._processor.stopped:
             self._output.speculation, self._output.timings = delta.speculation, delta.timings
         else:
-            self._processor.process(delta)
-            self._output.extend(delta)
+            self._output.extend(self._processor.process(delta))
         return self._processor.stopped
 
     def completion(self) -> Completion:

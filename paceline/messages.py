@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 from paceline.config import SamplingParams, SpeculativeOptions
-from paceline.parsing import Event, OutputParser
 
 
 class FinishReason(StrEnum):
@@ -24,10 +23,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One completion to generate: from the gateway's API to the engine, and on the wire between them.
-
-    The wire does not carry the last fields: they belong to the gateway.
-    """
+    """One completion to generate, as the engine gets it; the wire carries every field."""
 
     request_id: str
     prompt: Sequence[int]
@@ -51,41 +47,10 @@ class GenerationRequest:
     return_tree: bool = False
     """Whether deltas carry the trees that were verified."""
 
-    # Of the gateway alone.
-
-    session: str = ""
-    """The conversation that the request belongs to; "": none."""
-    needed_capabilities: frozenset[str] = frozenset()
-    """Labels and features that its target must have."""
-    choice: int = 0
-    """Index among the `n` completions of one prompt."""
-    stop: Sequence[str] = ()
-    include_stop: bool = False
-    """Whether the text shows the stop string or stop token that ended it."""
-    skip_special_tokens: bool = True
-    parser: Callable[[], OutputParser] | None = None
-    """Makes the parser of the output; None: the output is plain text."""
-    shown_tokens: frozenset[int] = frozenset()
-    """Special tokens that reach the parser as text, whatever `skip_special_tokens` is."""
-    eos_token_ids: Sequence[int] = ()
-    """Stop tokens that the model brought and the client did not name: `stop_reason` does not report them."""
-    client_request_id: str = ""
-    """The id that the client chose for the API request; "": none."""
-    left_out_keywords: Sequence[str] = ()
-    """Of its schemas with `strict: false`: the output is not kept to them."""
-    attempt: str = ""
-    """Distinguishes, at targets, a request that is taken over from what its earlier gateway still runs; "": the first
-    attempt."""
-
     @property
     def tokens(self) -> list[int]:
         """The prompt and the committed output."""
         return [*self.prompt, *self.committed]
-
-
-def choices_of(requests: Sequence[GenerationRequest]) -> int:
-    """Completions for each prompt, of the completions of one API request."""
-    return 1 + max(request.choice for request in requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +104,7 @@ class Timings:
 def reduce_slots(message: Any) -> tuple[type[Any], tuple[object, ...]]:
     """A fast `__reduce__` for dataclasses with slots that pass through pipes in every step."""
     kind = type(message)
-    return kind, attrgetter(*kind.__slots__)(message)
+    return kind, attrgetter(*kind.__match_args__)(message)
 
 
 @dataclass(slots=True)
@@ -215,10 +180,7 @@ GRAMMAR_ERROR = "grammar: "
 
 @dataclass(slots=True)
 class Delta:
-    """New tokens of one request. `accepted[i]`: token i was drafted, and is not the target's bonus token.
-
-    The wire does not carry the last fields: the gateway fills them in, most of them by `paceline.output_processor`.
-    """
+    """New tokens of one request. `accepted[i]`: token i was drafted, and is not the target's bonus token."""
 
     request_id: str
     tokens: list[int] = field(default_factory=list)
@@ -235,38 +197,17 @@ class Delta:
     trees: list[VerifiedTree] = field(default_factory=list)
     """One for each step, if the request asks for them."""
 
-    # Of the gateway alone.
-
-    text: str = ""
-    """It may lag behind the tokens: a character may be incomplete, a stop string may have begun."""
-    events: list[Event] = field(default_factory=list)
-    """What the request's parser finds in the text. Empty if the request has none."""
-    reasoning_tokens: int = 0
-    """How many of the tokens are reasoning: those after which the latest event is reasoning."""
-    offsets: list[int] = field(default_factory=list)
-    """By token, the characters of the request's text before it."""
-    stop_reason: str | int | None = None
-    """The stop string or stop token that ended the request, unless it is the model's own end of text."""
-    numerics: str | None = None
-    """Of the target that drew the tokens, as its description has them; None: no gateway has filled them in."""
-
     __reduce__ = reduce_slots
 
-    def extend(self, later: Delta) -> None:
+    def extend(self, later: Self) -> None:
         """Append the request's next delta. Its statistics replace the ones so far."""
         self.tokens += later.tokens
         self.accepted += later.accepted
         self.log_probs += later.log_probs
         self.prompt_log_probs += later.prompt_log_probs
         self.trees += later.trees
-        self.text += later.text
-        self.events += later.events
-        self.reasoning_tokens += later.reasoning_tokens
-        self.offsets += later.offsets
-        self.finish_reason, self.stop_token = later.finish_reason, later.stop_token
-        self.stop_reason, self.error = later.stop_reason, later.error
+        self.finish_reason, self.stop_token, self.error = later.finish_reason, later.stop_token, later.error
         self.usage, self.speculation, self.timings = later.usage, later.speculation, later.timings
-        self.numerics = later.numerics
 
 
 @dataclass(frozen=True, slots=True)

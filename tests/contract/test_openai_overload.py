@@ -12,7 +12,8 @@ from threading import Event
 import httpx
 import pytest
 
-from paceline.messages import Delta, FinishReason
+from paceline.messages import FinishReason
+from paceline.output_processor import TextDelta
 from paceline.state import WorkerRecord
 from paceline.wire import target_link
 from paceline.wire.target_codec import encode_request
@@ -150,9 +151,9 @@ async def test_other_tasks_run_while_many_completions_begin() -> None:
             turn += 1
             await asyncio.sleep(0)
 
-    async def completion() -> AsyncGenerator[Delta]:
+    async def completion() -> AsyncGenerator[TextDelta]:
         begun.append(turn)
-        yield Delta("r", finish_reason=FinishReason.STOP)
+        yield TextDelta("r", finish_reason=FinishReason.STOP)
 
     task = asyncio.create_task(other_task())
     assert len([each async for each in interleaved({index: completion() for index in range(10)})]) == 10

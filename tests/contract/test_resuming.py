@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ANONYMOUS
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation import journal
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent
@@ -86,7 +87,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def script(request: GenerationRequest) -> Sequence[int]:
     """Chats think and call, completions count."""
-    if request.parser is None:
+    if "[user]" not in TOKENIZER.decode(request.prompt):
         return counts(request)
     return [*TOKENIZER.encode(SPOKEN, add_special_tokens=False), EOS]
 
@@ -336,7 +337,8 @@ async def test_a_stream_that_is_repeated_notices_that_its_client_has_left(pair: 
         return {"type": "http.disconnect"}
 
     async def events() -> AsyncGenerator[ServerSentEvent]:
-        output = found.deltas(pair.second.model, [replace(request, attempt="")], ANONYMOUS, streamed=True)
+        again = CompletionRequest(request.request_id, request.prompt, request.sampling)
+        output = found.deltas(pair.second.model, [again], ANONYMOUS, streamed=True)
         async with aclosing(output) as deltas:
             async for _ in deltas:
                 yield ServerSentEvent("x")
@@ -420,7 +422,7 @@ async def test_a_parameter_that_only_one_build_knows_changes_nothing_while_it_is
     request = pair.first.decoder.requests[-1]
     newer = NewerParams(**dict(request.sampling), added=added)
     with pytest.raises(InvalidRequestError) if added else nullcontext():
-        kept.check([replace(request, sampling=newer)])
+        kept.check([CompletionRequest("", request.prompt, newer)])
 
 
 async def test_a_client_resumes_its_own_streams_only(tmp_path: Path) -> None:

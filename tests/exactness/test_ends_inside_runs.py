@@ -22,9 +22,9 @@ from paceline.drafting.speculator import Commit, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.grammar import grammar_from_regex
-from paceline.messages import Delta, FinishReason, GenerationRequest
+from paceline.messages import FinishReason, GenerationRequest
 from paceline.model import Model, load
-from paceline.output_processor import OutputProcessor
+from paceline.output_processor import OutputOptions, OutputProcessor, TextDelta
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.reasoning import ReasoningFormat
@@ -82,26 +82,26 @@ class Bench:
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     seed: int = 0
-    after: Delta = field(default_factory=lambda: Delta(""))
+    after: TextDelta = field(default_factory=lambda: TextDelta(""))
     """The output of the request that follows each request."""
 
     def request(self, name: str, **sampling: Any) -> GenerationRequest:
         params = SAMPLING.model_copy(update={"seed": self.seed, **sampling})
-        return GenerationRequest(name, self.prompt, params, eos_token_ids=[EOS])
+        return GenerationRequest(name, self.prompt, params)
 
     def engine(self, drafting: DraftClient) -> Engine:
         config = SpeculativeConfig(method="ngram", num_speculative_tokens=RUN, max_tree_nodes=RUN)
         return Engine(self.model, EngineConfig(slots=self.model.slots), config, drafting, FREE)
 
-    def answer(self, engine: Engine, request: GenerationRequest) -> Delta:
+    def answer(self, engine: Engine, request: GenerationRequest, **options: Any) -> TextDelta:
         """The whole output as a gateway reads it, which cancels a request that a stop string ended."""
-        processor, whole = OutputProcessor(request, self.tokenizer), Delta(request.request_id)
+        processor = OutputProcessor(request, OutputOptions(eos_token_ids=[EOS], **options), self.tokenizer)
+        whole = TextDelta(request.request_id)
         engine.submit(request)
         while engine.busy:
             for delta in engine.step():
                 if not processor.stopped:
-                    processor.process(delta)
-                    whole.extend(delta)
+                    whole.extend(processor.process(delta))
                     if processor.stopped:
                         engine.cancel(request.request_id)
             engine.check_integrity()
@@ -128,7 +128,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     raise AssertionError("no seed gives such an output")
 
 
-def compared(output: Delta) -> list[Any]:
+def compared(output: TextDelta) -> list[Any]:
     """What has to be equal; the parts of an event are joined, and the prefix cache may have more or less."""
     events = [
         (kind, "".join(getattr(event, "text", getattr(event, "name", "")) for event in group))
@@ -141,18 +141,18 @@ def compared(output: Delta) -> list[Any]:
 
 
 def check(
-    bench: Bench, request: GenerationRequest, at: int | None = None, behind: Sequence[int] = ()
-) -> tuple[Delta, int | None]:
+    bench: Bench, request: GenerationRequest, at: int | None = None, behind: Sequence[int] = (), **options: Any
+) -> tuple[TextDelta, int | None]:
     """Compare a request's output with that without speculation; so with the request after it.
 
     `at`: the index of the token that ends something; None: the last one. `behind`: guesses behind the output's end; ():
-    how the output without an end goes on. Returns the output, and that token's place in its run of accepted guesses,
-    from 0; None: it was no guess.
+    how the output without an end goes on. `options`: of the output. Returns the output, and that token's place in its
+    run of accepted guesses, from 0; None: it was no guess.
     """
-    expected = bench.answer(bench.engine(NoDraftClient()), request)
+    expected = bench.answer(bench.engine(NoDraftClient()), request, **options)
     known = [*expected.tokens, *(behind or bench.tokens[len(expected.tokens) :])]
     engine = bench.engine(LocalDraftClient(Knowing(bench.prompt, known)))
-    output = bench.answer(engine, request)
+    output = bench.answer(engine, request, **options)
     assert compared(output) == compared(expected)
     assert compared(bench.answer(engine, bench.request("after", temperature=0.0))) == compared(bench.after)
     assert engine.load.running == 0
@@ -181,8 +181,8 @@ def test_max_tokens(bench: Bench) -> None:
 def test_stop_token(bench: Bench, shown: bool) -> None:
     places = []
     for at in PLACES:
-        request = replace(bench.request("r", stop_token_ids=(EOS, bench.tokens[at])), include_stop=shown)
-        output, place = check(bench, request)
+        request = bench.request("r", stop_token_ids=(EOS, bench.tokens[at]))
+        output, place = check(bench, request, include_stop=shown)
         assert output.tokens == bench.tokens[: at + 1]
         assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, bench.tokens[at])
         assert output.text == bench.text(at + shown)
@@ -210,7 +210,7 @@ def test_stop_string(bench: Bench, longer: int, shown: bool) -> None:
         text = bench.text(at + 1)
         length = next(size for size in range(1, len(text)) if text.find(text[-size:]) == len(text) - size)
         stop = text[-min(length + longer, len(text)) :]
-        output, place = check(bench, replace(bench.request("r"), stop=(stop, "never"), include_stop=shown))
+        output, place = check(bench, bench.request("r"), stop=(stop, "never"), include_stop=shown)
         assert output.tokens == bench.tokens[: at + 1]
         assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, stop)
         assert output.text == (text if shown else text.removesuffix(stop))
@@ -239,7 +239,7 @@ def test_end_of_a_tool_call(bench: Bench) -> None:
         grammar = forced_call_grammar(HERMES, {"f": schema}, bench.tokenizer, parallel=False)
         request = bench.request("r", grammar=grammar, max_tokens=80)
         parser = partial(OutputFormat(tools=HERMES).parser, {"f": schema})
-        output, place = check(bench, replace(request, parser=parser, shown_tokens=bench.tokenizer.special_ids - {EOS}))
+        output, place = check(bench, request, parser=parser, shown_tokens=bench.tokenizer.special_ids - {EOS})
         assert re.fullmatch(rf'\s*<tool_call>.*"q"\s*:\s*"[a-z]{{{size}}}".*</tool_call>', output.text, re.DOTALL)
         assert output.finish_reason is FinishReason.STOP
         places.append(place)
@@ -257,8 +257,7 @@ def test_end_of_the_reasoning(bench: Bench) -> None:
             "r", grammar=grammar_from_regex("[a-z ]{5,9}"), grammar_begins_after=tuple(bench.tokens[first : at + 1])
         )
         form = OutputFormat(ReasoningFormat("own", "<think>", text[start:]))
-        request = replace(request, parser=partial(form.parser, {}, inside=True))
-        output, place = check(bench, request, at)
+        output, place = check(bench, request, at, parser=partial(form.parser, {}, inside=True))
         assert output.tokens[: at + 1] == bench.tokens[: at + 1]
         assert re.fullmatch("[a-z ]{5,9}", output.text.removeprefix(text))
         assert output.reasoning_tokens >= at - first

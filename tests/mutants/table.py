@@ -1043,15 +1043,15 @@ MUTANTS = (
     Mutant(
         "a token after the stop string counts",
         "paceline/output_processor.py",
-        "delta.tokens, delta.accepted = tokens[:count], delta.accepted[:count]",
-        "delta.tokens, delta.accepted = tokens[: count + 1], delta.accepted[:count]",
+        "output.tokens, output.accepted = delta.tokens[:count], delta.accepted[:count]",
+        "output.tokens, output.accepted = delta.tokens[: count + 1], delta.accepted[:count]",
         OUTPUT,
     ),
     Mutant(
         "log-probabilities are not cut at a stop string",
         "paceline/output_processor.py",
-        "delta.log_probs = delta.log_probs[:count]",
-        "delta.log_probs = delta.log_probs[:]",
+        "output.log_probs = delta.log_probs[:count]",
+        "output.log_probs = delta.log_probs[:]",
         OUTPUT,
     ),
     Mutant(
@@ -1092,8 +1092,8 @@ MUTANTS = (
     Mutant(
         "a whole delta counts as reasoning if its end is",
         "paceline/output_processor.py",
-        "            delta.reasoning_tokens += self._parser is not None and self._parser.in_reasoning\n",
-        "            delta.reasoning_tokens = len(tokens) * (self._parser is not None and self._parser.in_reasoning)\n",
+        "output.reasoning_tokens += self._parser is not None and self._parser.in_reasoning",
+        "output.reasoning_tokens = len(delta.tokens) * (self._parser is not None and self._parser.in_reasoning)",
         ENDS,
     ),
     Mutant(
@@ -1150,8 +1150,8 @@ MUTANTS = (
     Mutant(
         "a replay does not ask for the numerics of the lost target",
         "services/gateway/generation/failover.py",
-        "self._numerics = target.numerics\n",
-        "self._numerics = None\n",
+        "self.numerics = target.numerics\n",
+        "self.numerics = None\n",
         ("contract/test_openai_routing.py", "contract/test_openai_life.py"),
     ),
     Mutant(
@@ -1264,15 +1264,15 @@ MUTANTS = (
     Mutant(
         "a resumed request forgets the tokens of its earlier gateway",
         "services/gateway/generation/failover.py",
-        "            self._committed += delta.tokens\n            self._numerics",
-        "            self._numerics",
+        "self._scored_prompt.take(delta)\n            self._committed += delta.tokens",
+        "self._scored_prompt.take(delta)",
         RESUMING,
     ),
     Mutant(
         "a resumed request goes to a target with any numerics",
         "services/gateway/generation/failover.py",
-        "self._numerics = delta.numerics if delta.tokens else self._numerics",
-        "self._numerics = None",
+        "self.numerics = numerics",
+        "self.numerics = None",
         RESUMING,
     ),
     Mutant(

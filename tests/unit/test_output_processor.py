@@ -19,7 +19,7 @@ from paceline.messages import (
     Usage,
     VerifiedTree,
 )
-from paceline.output_processor import OutputProcessor
+from paceline.output_processor import OutputOptions, OutputProcessor, TextDelta
 from paceline.parsing import Content, OutputParser, Reasoning, ToolArguments, ToolCall
 from paceline.parsing.output_format import choose_format
 from paceline.text import Detokenizer, Tokenizer
@@ -34,19 +34,19 @@ def parser() -> OutputParser:
     return choose_format("hermes", "qwen3", None).parser({"f": {}})
 
 
-def process(request: GenerationRequest, tokens: list[int], borders: list[int]) -> Delta:
+def process(tokens: list[int], borders: list[int], options: OutputOptions, **sampling: int) -> TextDelta:
     """The output of a request whose engine sends these tokens, cut at `borders` into deltas."""
     ends = [*sorted({border % len(tokens) for border in borders} - {0}), len(tokens)]
-    processor, output = OutputProcessor(request, TOKENIZER), Delta(request.request_id)
+    request = GenerationRequest("r", [1, 5], SamplingParams(max_tokens=100, **sampling))  # type: ignore[arg-type]
+    processor, output = OutputProcessor(request, options, TOKENIZER), TextDelta("r")
     for start, end in zip([0, *ends], ends, strict=False):
-        delta = Delta(request.request_id, tokens[start:end], [True] * (end - start))
+        delta = Delta("r", tokens[start:end], [True] * (end - start))
         delta.log_probs = [LogProbs(-float(index)) for index in range(start, end)]
         if end == len(tokens):
             stopped = tokens[-1] == EOS
             delta.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
             delta.stop_token = EOS if stopped else None
-        processor.process(delta)
-        output.extend(delta)
+        output.extend(processor.process(delta))
         if processor.stopped:
             break
     output.stop_token = None
@@ -73,16 +73,8 @@ def test_any_cut_into_deltas_gives_the_same_output(
     parsed: bool,
 ) -> None:
     tokens = TOKENIZER.encode("".join(parts)) + ([EOS] if stopped else [])
-    request = GenerationRequest(
-        "r",
-        [1, 5],
-        SamplingParams(max_tokens=100, min_tokens=min_tokens),
-        eos_token_ids=[EOS],
-        stop=stop,
-        include_stop=include_stop,
-        parser=parser if parsed else None,
-    )
-    whole, cut = process(request, tokens, []), process(request, tokens, borders)
+    options = OutputOptions(stop, include_stop, parser=parser if parsed else None, eos_token_ids=[EOS])
+    whole, cut = (process(tokens, each, options, min_tokens=min_tokens) for each in ([], borders))
     assert cut == whole
     assert len(whole.log_probs) == len(whole.accepted) == len(whole.offsets) == len(whole.tokens)
     assert whole.tokens == tokens[: len(whole.tokens)]
@@ -99,8 +91,8 @@ def test_any_cut_into_deltas_gives_the_same_output(
 
 def test_a_delta_takes_every_field_of_the_next_one() -> None:
     empty, later = (
-        Delta("r"),
-        Delta(
+        TextDelta("r"),
+        TextDelta(
             "r",
             [5, EOS],
             [True, False],
@@ -121,7 +113,7 @@ def test_a_delta_takes_every_field_of_the_next_one() -> None:
             "float32",
         ),
     )
-    assert [each.name for each in fields(Delta) if getattr(empty, each.name) == getattr(later, each.name)] == [
+    assert [each.name for each in fields(TextDelta) if getattr(empty, each.name) == getattr(later, each.name)] == [
         "request_id"
     ]
     empty.extend(later)
@@ -129,15 +121,13 @@ def test_a_delta_takes_every_field_of_the_next_one() -> None:
 
 
 def test_the_client_s_own_stop_token_is_the_stop_reason() -> None:
-    request = GenerationRequest("r", [1], SamplingParams())
-    assert process(request, [5, EOS], []).stop_reason == EOS
+    assert process([5, EOS], [], OutputOptions()).stop_reason == EOS
 
 
 def test_a_parser_sees_the_text_before_the_stop_and_no_more() -> None:
     text = '<think>\nHm.</think>\nYes.<tool_call>{"name": "f", "arguments": {"x": "def"}}</tool_call>'
     tokens = TOKENIZER.encode(text)
-    request = GenerationRequest("r", [1], SamplingParams(max_tokens=100), parser=parser, stop=["ef"])
-    output = process(request, tokens, [3, 7])
+    output = process(tokens, [3, 7], OutputOptions(["ef"], parser=parser))
     kinds = {kind: [event for event in output.events if isinstance(event, kind)] for kind in (Reasoning, Content)}
     assert "".join(event.text for event in kinds[Reasoning]) == "Hm."
     assert "".join(event.text for event in kinds[Content]) == "Yes."

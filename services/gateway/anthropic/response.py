@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
-from paceline.messages import Delta, FinishReason, GenerationRequest
+from paceline.messages import FinishReason
+from paceline.output_processor import TextDelta
 from paceline_services.gateway.anthropic.block_stream import BlockStream, whole_blocks
 from paceline_services.gateway.anthropic.bodies import MessagesBody
 from paceline_services.gateway.api_errors import ApiError
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
@@ -27,7 +29,7 @@ from paceline_services.gateway.structured.output import left_out_json
 class MessageResponse:
     """The response to one request, built once from its deltas: whole or streamed."""
 
-    def __init__(self, body: MessagesBody, chat: ChatBody, request: GenerationRequest, model: ServedModel) -> None:
+    def __init__(self, body: MessagesBody, chat: ChatBody, request: CompletionRequest, model: ServedModel) -> None:
         """`chat`: what the body was converted to."""
         self._max_tokens = body.max_tokens
         self._possible_tokens = request.sampling.max_tokens
@@ -42,13 +44,13 @@ class MessageResponse:
             **left_out_json(request),
         }
 
-    def message(self, output: Delta) -> Json:
+    def message(self, output: TextDelta) -> Json:
         """The message object, from the whole output."""
         self._usage.add(0, output)
         content = whole_blocks(self._block_events(output))
         return self._envelope | {"content": content} | self._ending(output) | {"usage": self._token_counts()}
 
-    async def events(self, deltas: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[ServerSentEvent]:
+    async def events(self, deltas: AsyncGenerator[tuple[int, TextDelta]]) -> AsyncGenerator[ServerSentEvent]:
         """The events of the stream; the first two come with the first delta."""
         waiting = [*self._opening()]
         async with aclosing(deltas):
@@ -62,20 +64,20 @@ class MessageResponse:
         yield {"type": "message_start", "message": self._envelope | open_end}
         yield {"type": "ping"}
 
-    def _events_of(self, delta: Delta) -> Iterator[Json]:
+    def _events_of(self, delta: TextDelta) -> Iterator[Json]:
         self._usage.add(0, delta)
         yield from self._block_events(delta)
         if delta.finish_reason is not None:
             yield {"type": "message_delta", "delta": self._ending(delta), "usage": self._token_counts()}
             yield {"type": "message_stop"}
 
-    def _block_events(self, delta: Delta) -> Iterator[Json]:
+    def _block_events(self, delta: TextDelta) -> Iterator[Json]:
         for event in self._output.events(delta):
             yield from self._blocks.feed(event)
         if delta.finish_reason is not None:
             yield from self._blocks.close()
 
-    def _ending(self, last: Delta) -> Json:
+    def _ending(self, last: TextDelta) -> Json:
         """Why the output ends, once its blocks are complete."""
         stop_sequence = None
         if last.finish_reason == FinishReason.LENGTH:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from paceline.messages import Delta, FinishReason, GenerationRequest
+from paceline.messages import FinishReason
+from paceline.output_processor import TextDelta
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
 from paceline.parsing.json_text import is_json
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
 from paceline_services.gateway.generation.served_model import ServedModel
@@ -20,7 +22,7 @@ TOOL_CALLS = "tool_calls"
 class ChatOutput:
     """One completion of a chat. Its deltas are given in order, each to one method, once."""
 
-    def __init__(self, body: ChatBody, request: GenerationRequest, model: ServedModel) -> None:
+    def __init__(self, body: ChatBody, request: CompletionRequest, model: ServedModel) -> None:
         self._request = request
         self._format = model.output_format.tools
         self._with_reasoning = body.include_reasoning is not False
@@ -28,12 +30,12 @@ class ChatOutput:
         self._named = isinstance(body.tool_choice, NamedToolChoice)
         self._arguments: list[str] | None = None  # of the latest call so far; None: there was no call
 
-    def events(self, delta: Delta) -> list[Event]:
+    def events(self, delta: TextDelta) -> list[Event]:
         """What the client is to see of a delta, with adjacent texts of one kind as one.
 
         `parallel_tool_calls: false` leaves out every call but the first, as in vLLM.
         """
-        if self._request.parser is None:
+        if self._request.output.parser is None:
             return [Content(delta.text)] if delta.text else []
         events = [event for event in _joined(delta.events) if self._visible(event)]
         for event in events:
@@ -43,11 +45,11 @@ class ChatOutput:
                 self._arguments.append(event.text)
         return events
 
-    def deltas(self, delta: Delta) -> list[Json]:
+    def deltas(self, delta: TextDelta) -> list[Json]:
         """The `delta`s of a stream's chunks."""
         return [self._delta(event) for event in self.events(delta)]
 
-    def message(self, output: Delta) -> Json:
+    def message(self, output: TextDelta) -> Json:
         """The `message` for the whole output. Fields of parts that the output does not have are left out."""
         content, reasoning = "", ""
         calls: dict[int, Json] = {}
@@ -69,7 +71,7 @@ class ChatOutput:
             **({"tool_calls": list(calls.values())} if calls else {}),
         }
 
-    def finish_reason(self, last: Delta) -> str | None:
+    def finish_reason(self, last: TextDelta) -> str | None:
         """OpenAI's finish reason, after all events.
 
         It is `tool_calls` if the model called a tool, unless the request named the tool, or a stop of the client's cut

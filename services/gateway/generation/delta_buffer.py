@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.messages import Delta
+from paceline.output_processor import TextDelta
 
 
 class DeltaBuffer:
@@ -13,10 +13,10 @@ class DeltaBuffer:
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
-        self._held: dict[int, Delta] = {}
+        self._held: dict[int, TextDelta] = {}
         self._begun: set[int] = set()
 
-    def add(self, index: int, delta: Delta) -> Delta | None:
+    def add(self, index: int, delta: TextDelta) -> TextDelta | None:
         """What is to be sent of the index-th completion now."""
         if (held := self._held.pop(index, None)) is not None:
             held.extend(delta)

@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
-from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest
+from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason
 from paceline.telemetry.gateway_metrics import RequestMetrics
 from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
 from paceline.wire.link_errors import NotSubmitted, ReplayElsewhere, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.scored_prompt import ScoredPrompt
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.prefix_index import block_hashes
@@ -49,15 +50,17 @@ class FailoverRequest:
     def __init__(
         self,
         fleet: Fleet,
-        request: GenerationRequest,
+        request: CompletionRequest,
         resume_s: float,
         metrics: RequestMetrics,
         tracing: Tracing = NO_TRACING,
         before: Iterable[Delta] = (),
+        numerics: str | None = None,
     ) -> None:
         """`resume_s`: how long to wait while no target can take the request, as after it lost its target.
 
-        `before`: deltas that another gateway had of this request. It continues after them.
+        `before`: deltas that another gateway had of this request, and the `numerics` of the target that drew their
+        last token. It continues after them.
         """
         self._fleet = fleet
         self._request = request
@@ -66,7 +69,8 @@ class FailoverRequest:
         self._tracing = tracing
         self._committed: list[int] = list(request.committed)
         self._scored_prompt = ScoredPrompt(request)
-        self._numerics: str | None = None  # of the target that drew the latest token
+        self.numerics = numerics
+        """Of the target that drew the latest token, as its description has them; None: there is no token."""
         self._target: TargetConnection | None = None
         self._in_flight: InFlightRequest | None = None
         self._refused_by: TargetConnection | None = None
@@ -79,7 +83,6 @@ class FailoverRequest:
         for delta in before:
             self._scored_prompt.take(delta)
             self._committed += delta.tokens
-            self._numerics = delta.numerics if delta.tokens else self._numerics
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """The deltas, from one target after another.
@@ -110,7 +113,7 @@ class FailoverRequest:
         if self._target is not None:
             self._target.link.cancel(self._submitted_id)
 
-    async def _next_attempt(self) -> tuple[TargetConnection, GenerationRequest, Sequence[int]]:
+    async def _next_attempt(self) -> tuple[TargetConnection, CompletionRequest, Sequence[int]]:
         """The next target, the request from the committed tokens on, and the hashes of its blocks."""
         request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
         # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
@@ -118,7 +121,7 @@ class FailoverRequest:
         with self._tracing.start("wait_for_target", request.trace_parent):
             return await self._next_target(request, blocks), request, blocks
 
-    def _attempt(self, target: TargetConnection, request: GenerationRequest) -> TraceSpan:
+    def _attempt(self, target: TargetConnection, request: CompletionRequest) -> TraceSpan:
         """The span of the request at one target."""
         if not request.trace_parent:
             return NO_SPAN
@@ -132,12 +135,12 @@ class FailoverRequest:
         }
         return self._tracing.start("attempt", request.trace_parent, attributes, role="client")
 
-    async def _next_target(self, request: GenerationRequest, blocks: Sequence[int]) -> TargetConnection:
+    async def _next_target(self, request: CompletionRequest, blocks: Sequence[int]) -> TargetConnection:
         """Choose a target, or wait for one. One that refused the request is chosen only if there is no other.
 
         Raises `UnavailableError` if none comes in time.
         """
-        while (chosen := self._fleet.choose(request, blocks, self._refused_by, self._numerics)) is None:
+        while (chosen := self._fleet.choose(request, blocks, self._refused_by, self.numerics)) is None:
             if not await self._fleet.wait_for_target(self._resume_s, request.needed_capabilities):
                 raise UnavailableError(f"no target came within {self._resume_s:g} s")
         target, candidate = chosen
@@ -145,11 +148,11 @@ class FailoverRequest:
             self._metrics.replayed()
             self._replays = False
         self._metrics.routed(candidate.cached, session=candidate.has_session)
-        if self._numerics not in (None, target.numerics):
+        if self.numerics not in (None, target.numerics):
             log.warning(
                 "request %s continues where its tokens may differ: drawn by (%s) so far, by (%s) from now on",
                 request.request_id,
-                self._numerics or UNKNOWN,
+                self.numerics or UNKNOWN,
                 target.numerics or UNKNOWN,
             )
             self._metrics.replayed_with_other_numerics()
@@ -180,7 +183,7 @@ class FailoverRequest:
         self._replays |= not isinstance(error, NotSubmitted)
 
     async def _run_on(
-        self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int]
+        self, target: TargetConnection, request: CompletionRequest, blocks: Sequence[int]
     ) -> AsyncGenerator[Delta]:
         """Submit the request to a target and yield its deltas."""
         greedy = request.sampling.greedy
@@ -214,7 +217,6 @@ class FailoverRequest:
 
     def _record(self, delta: Delta, target: TargetConnection, in_flight: InFlightRequest) -> None:
         """Keep what a replay and the routing need of a delta. Raises the error that it reports."""
-        delta.numerics = target.numerics
         self._raise_error_of(delta)
         self._scored_prompt.take(delta)
         self._committed += delta.tokens
@@ -223,7 +225,7 @@ class FailoverRequest:
             in_flight.succeed()
         if delta.tokens:
             self._losses = self._engine_deaths = 0
-            self._numerics = target.numerics
+            self.numerics = target.numerics
             if self._refused_by is not None and self._refused_by is not target:
                 self._fleet.record_failure(self._refused_by)  # this target serves what the other one refused
             self._refused_by = None

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic_core import from_json, to_json
 
-from paceline.messages import Delta, GenerationRequest
-from paceline.output_processor import OutputProcessor
+from paceline.messages import Delta
+from paceline.output_processor import OutputProcessor, TextDelta
 from paceline.state.record_store import Append
 from paceline.state.state_errors import StateUnavailableError
 from paceline.state.state_store import StateStore
@@ -34,8 +34,9 @@ from paceline.v1 import target_pb2
 from paceline.wire.target_codec import decode_delta, encode_delta
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.generation.served_model import ServedModel, restore_text
+from paceline_services.gateway.generation.served_model import ServedModel, with_text
 
 T = TypeVar("T")
 Entry = Json | list[Any]
@@ -65,7 +66,7 @@ class TimedDelta(NamedTuple):
     """A delta; `when` it came, in seconds since 1970; `new`: it is not in the journal."""
 
     completion: int
-    delta: Delta
+    delta: TextDelta
     when: int
     new: bool
 
@@ -206,8 +207,8 @@ class Journal:
         return "" if self.position else None
 
     async def deltas(
-        self, model: ServedModel, requests: Sequence[GenerationRequest], client: ApiClient, *, streamed: bool
-    ) -> AsyncGenerator[tuple[int, Delta]]:
+        self, model: ServedModel, requests: Sequence[CompletionRequest], client: ApiClient, *, streamed: bool
+    ) -> AsyncGenerator[tuple[int, TextDelta]]:
         """`ServedModel.generate_all`, with each delta in the journal before it comes out of here; and before them the
         deltas that are in the journal. A request that is not streamed has no journal.
 
@@ -228,7 +229,8 @@ class Journal:
             attempt = secrets.token_hex(4)
             requests = [replace(each, attempt=attempt) for each in requests]
         try:
-            async with aclosing(gathered(self._timed(model.generate_all(requests, client, before)))) as batches:
+            deltas = model.generate_all(requests, client, before, self._numerics)
+            async with aclosing(gathered(self._timed(deltas))) as batches:
                 async for batch in batches:
                     await self._append([self._entry(each) for each in batch if each.new], model)
                     for each in batch:
@@ -243,7 +245,7 @@ class Journal:
                 await self._append([_error_entry(error)], model)
             raise
 
-    def check(self, requests: Sequence[GenerationRequest]) -> None:
+    def check(self, requests: Sequence[CompletionRequest]) -> None:
         """Raises `InvalidRequestError` if these completions are not those for which the journal was begun."""
         digest = _digest(requests)
         if self.digest not in ("", digest):
@@ -255,14 +257,14 @@ class Journal:
         self.digest = digest
 
     async def followed(
-        self, model: ServedModel, requests: Sequence[GenerationRequest], *, wait: bool
-    ) -> AsyncGenerator[tuple[int, Delta]]:
+        self, model: ServedModel, requests: Sequence[CompletionRequest], *, wait: bool
+    ) -> AsyncGenerator[tuple[int, TextDelta]]:
         """The deltas of a request that runs elsewhere, with their text; with `wait`, all until its end.
 
         Raises the error with which the request ended, `StreamLeftError` or `UnavailableError`.
         """
         self.check(requests)
-        processors = [OutputProcessor(each, model.tokenizer) for each in requests]
+        processors = [OutputProcessor(each, each.output, model.tokenizer) for each in requests]
         running = len(requests)
         while running:
             unread = await self.journals.load(self.client, self.id, self.position - 1)
@@ -274,9 +276,8 @@ class Journal:
                 if isinstance(entry, list):
                     index, delta = self._decoded(entry)
                     self.now = self._replayed
-                    restore_text(processors[index], delta)
                     running -= delta.finish_reason is not None
-                    yield index, delta
+                    yield index, with_text(processors[index], delta)
                     await _let_others_run()
                 elif "error" in entry:
                     raise _restored_error(entry["error"])
@@ -315,7 +316,7 @@ class Journal:
         if written is Written.LOST:
             raise _unavailable()
 
-    async def _timed(self, deltas: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[TimedDelta]:
+    async def _timed(self, deltas: AsyncGenerator[tuple[int, TextDelta]]) -> AsyncGenerator[TimedDelta]:
         async with aclosing(deltas):
             async for index, delta in deltas:
                 when = self._replayed if self._replaying else int(time.time())
@@ -401,9 +402,7 @@ class Journal:
         index, self._replayed, numerics, message = entry
         if numerics is not None:
             self._numerics[index] = numerics
-        delta = decode_delta(target_pb2.DeltaFrame.Delta.FromString(b64decode(message)))
-        delta.numerics = self._numerics.get(index)
-        return index, delta
+        return index, decode_delta(target_pb2.DeltaFrame.Delta.FromString(b64decode(message)))
 
 
 async def gathered(items: AsyncGenerator[T]) -> AsyncGenerator[list[T]]:
@@ -437,12 +436,13 @@ async def _let_others_run() -> None:
     await asyncio.sleep(0)
 
 
-def _digest(requests: Sequence[GenerationRequest]) -> str:
+def _digest(requests: Sequence[CompletionRequest]) -> str:
     """Of prompts and parameters. Defaults are left out, so a build that knows one parameter more finds the same."""
     digest = blake2b(digest_size=16)
     for each in requests:
         digest.update(array("I", each.prompt))
-        digest.update(f"{each.sampling.model_dump_json(exclude_defaults=True)}{each.stop}{each.cache_salt}".encode())
+        sampling = each.sampling.model_dump_json(exclude_defaults=True)
+        digest.update(f"{sampling}{each.output.stop}{each.cache_salt}".encode())
     return digest.hexdigest()
 
 

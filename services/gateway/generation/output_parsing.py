@@ -18,7 +18,7 @@ from paceline_services.gateway.generation.served_model import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class OutputParsing:
-    """The fields of `GenerationRequest` that say how its output is read, and where in it a grammar begins."""
+    """How the output is read, and where in it a grammar begins."""
 
     parser: Callable[[], OutputParser] | None = None
     shown_tokens: frozenset[int] = frozenset()

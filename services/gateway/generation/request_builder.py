@@ -13,12 +13,14 @@ from pydantic import ValidationError
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.config.sampling_params import TOKEN_ID_FIELDS
 from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
-from paceline.messages import GenerationRequest, TargetDescription
+from paceline.messages import TargetDescription
+from paceline.output_processor import OutputOptions
 from paceline.target_features import FULL_PROMPT, NO_OUTPUT, needed_features
 from paceline.target_labels import parse_labels
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.generation.chat_prompt import render_chat
 from paceline_services.gateway.generation.output_parsing import OutputParsing, output_parsing
@@ -47,7 +49,7 @@ async def build_requests(
     client: ApiClient,
     headers: Mapping[str, str],
     span: TraceSpan = NO_SPAN,
-) -> list[GenerationRequest]:
+) -> list[CompletionRequest]:
     """`n` completions for each prompt, in OpenAI's order; their ids are `request_id` with an index.
 
     `headers`: of the HTTP request, or the metadata of the gRPC call. `span`: of the API request. Raises
@@ -69,7 +71,7 @@ async def build_requests(
             features |= _full_prompt(body, labels | features, model)
         _check_special_spaces(body, model)
         _check_prompt_log_probs(body, prompts)
-    base = GenerationRequest(
+    base = CompletionRequest(
         request_id,
         (),
         sampling,
@@ -80,14 +82,16 @@ async def build_requests(
         priority=body.priority or 0,
         trace_parent=span.trace_parent,
         return_tree=body.return_tree,
+        output=OutputOptions(
+            body.stop or (),
+            body.include_stop_str_in_output,
+            body.skip_special_tokens,
+            parsing.parser,
+            parsing.shown_tokens,
+            _eos_token_ids(body, description),
+        ),
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
         needed_capabilities=labels | features,
-        stop=body.stop or (),
-        include_stop=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens,
-        parser=parsing.parser,
-        shown_tokens=parsing.shown_tokens,
-        eos_token_ids=_eos_token_ids(body, description),
         client_request_id=body.request_id or headers.get(REQUEST_ID_HEADER, ""),
         left_out_keywords=grammar.left_out,
     )
@@ -140,11 +144,11 @@ def build_sampling(
 def build_choices(
     body: GenerationBody,
     description: TargetDescription,
-    base: GenerationRequest,
+    base: CompletionRequest,
     prompt: Sequence[int],
     first: int = 0,
     default_max_tokens: int | None = None,
-) -> list[GenerationRequest]:
+) -> list[CompletionRequest]:
     """The `n` completions of one prompt: copies of `base`, numbered from `first` on. Raises `InvalidRequestError`.
 
     `default_max_tokens`: the model's, where neither the client nor the endpoint has a limit.

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 
-from paceline.messages import Delta, GenerationRequest, Timings, choices_of
+from paceline.messages import Timings
+from paceline.output_processor import TextDelta
 from paceline.telemetry.tracing import Attributes, AttributeValue, TraceSpan, Tracing, latency_attributes
 from paceline_services.gateway.api_errors import ApiError
+from paceline_services.gateway.completion_request import CompletionRequest, choices_of
 from paceline_services.gateway.generation.usage import RequestUsage
 
 PROVIDER = "paceline"
@@ -31,11 +33,11 @@ def start_request_span(tracing: Tracing, headers: Mapping[str, str], *, chat: bo
 def traced(
     span: TraceSpan,
     model: str,
-    requests: Sequence[GenerationRequest],
-    deltas: AsyncGenerator[tuple[int, Delta]],
+    requests: Sequence[CompletionRequest],
+    deltas: AsyncGenerator[tuple[int, TextDelta]],
     *,
     streamed: bool,
-) -> AsyncGenerator[tuple[int, Delta]]:
+) -> AsyncGenerator[tuple[int, TextDelta]]:
     """The deltas of an API request's completions, which the span describes while they come."""
     if not span:
         return deltas
@@ -44,8 +46,8 @@ def traced(
 
 
 async def _described(
-    span: TraceSpan, model: str, requests: Sequence[GenerationRequest], deltas: AsyncGenerator[tuple[int, Delta]]
-) -> AsyncGenerator[tuple[int, Delta]]:
+    span: TraceSpan, model: str, requests: Sequence[CompletionRequest], deltas: AsyncGenerator[tuple[int, TextDelta]]
+) -> AsyncGenerator[tuple[int, TextDelta]]:
     outcome = RequestOutcome(model, requests, span)
     try:
         with recording_failure(span):
@@ -71,7 +73,7 @@ def recording_failure(span: TraceSpan) -> Iterator[None]:
         raise
 
 
-def request_attributes(model: str, requests: Sequence[GenerationRequest]) -> dict[str, AttributeValue]:
+def request_attributes(model: str, requests: Sequence[CompletionRequest]) -> dict[str, AttributeValue]:
     """What an API request asks for. `requests`: its completions."""
     first, choices = requests[0], choices_of(requests)
     sampling = first.sampling
@@ -98,7 +100,7 @@ def request_attributes(model: str, requests: Sequence[GenerationRequest]) -> dic
 class RequestOutcome:
     """Collects what an API request brought, from the deltas of its completions."""
 
-    def __init__(self, model: str, requests: Sequence[GenerationRequest], span: TraceSpan) -> None:
+    def __init__(self, model: str, requests: Sequence[CompletionRequest], span: TraceSpan) -> None:
         self._model = model
         self._sequences = len(requests)
         self._usage = RequestUsage(requests, choices_of(requests))
@@ -106,7 +108,7 @@ class RequestOutcome:
         self._first_token_s: float | None = None
         self._finish_reasons: dict[int, str] = {}
 
-    def add(self, index: int, delta: Delta) -> None:
+    def add(self, index: int, delta: TextDelta) -> None:
         """Take note of a delta of the index-th completion."""
         if self._first_token_s is None and delta.tokens:
             self._first_token_s = self._span.elapsed_s

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from paceline.messages import Delta, FinishReason, GenerationRequest, PromptLogProbs
 from paceline_services.gateway.api_errors import GenerationError
+from paceline_services.gateway.completion_request import CompletionRequest
 
 COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -24,7 +25,7 @@ class ScoredPrompt:
         """Whether all positions have come, or none are wanted."""
         return self._next >= self._end
 
-    def left_of(self, request: GenerationRequest) -> GenerationRequest:
+    def left_of(self, request: CompletionRequest) -> CompletionRequest:
         """The request without what has come."""
         if not self.complete or request.sampling.prompt_logprobs is None:
             return request

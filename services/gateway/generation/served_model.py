@@ -8,16 +8,18 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from paceline.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Usage, choices_of
-from paceline.output_processor import OutputProcessor
+from paceline.messages import Delta, FinishReason, TargetDescription, Usage
+from paceline.output_processor import OutputProcessor, TextDelta
 from paceline.parsing.output_format import OutputFormat
 from paceline.telemetry.gateway_metrics import GatewayMetrics, ModelTotals
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
+from paceline_services.gateway.completion_request import CompletionRequest, choices_of
 from paceline_services.gateway.generation.admission import AdmissionQueue, Capacity
 from paceline_services.gateway.generation.failover import FailoverRequest
 from paceline_services.gateway.generation.running import RunningRequests
@@ -97,24 +99,29 @@ class ServedModel:
         return description
 
     async def generate(
-        self, request: GenerationRequest, output: OutputProcessor, client: ApiClient, before: Sequence[Delta] = ()
-    ) -> AsyncGenerator[Delta]:
+        self,
+        request: CompletionRequest,
+        processor: OutputProcessor,
+        client: ApiClient,
+        before: Sequence[Delta] = (),
+        numerics: str | None = None,
+    ) -> AsyncGenerator[TextDelta]:
         """The deltas of one completion after those before, with their text; the last one has a finish reason.
 
-        `output` has processed the deltas before. Closing the generator cancels the request at its target. Raises an
-        `ApiError` if the request cannot be served.
+        `processor` has processed the deltas before; `numerics`: of the target that drew their last token. Closing the
+        generator cancels the request at its target. Raises an `ApiError` if the request cannot be served.
         """
         with self.metrics.track(self.model) as metrics:
             limits = self.capacity.limits
-            run = FailoverRequest(self.fleet, request, limits.resume_s, metrics, self.tracing, before)
+            run = FailoverRequest(self.fleet, request, limits.resume_s, metrics, self.tracing, before, numerics)
             async with aclosing(run.deltas()) as deltas:
-                async for delta in deltas:
-                    target_finished = delta.finish_reason is not None
-                    output.process(delta)
+                async for raw in deltas:
+                    delta = processor.process(raw)
+                    delta.numerics = run.numerics
                     metrics.tokens(len(delta.tokens))
                     client.count_tokens(len(delta.tokens), "output")
                     if delta.finish_reason is not None:
-                        if not target_finished:
+                        if raw.finish_reason is None:
                             run.finish_early()
                             if request.speculative.report:
                                 await _add_final_stats(delta, deltas)
@@ -126,18 +133,20 @@ class ServedModel:
 
     async def generate_all(
         self,
-        requests: Sequence[GenerationRequest],
+        requests: Sequence[CompletionRequest],
         client: ApiClient = ANONYMOUS,
         before: AsyncGenerator[tuple[int, Delta]] | None = None,
-    ) -> AsyncGenerator[tuple[int, Delta]]:
+        numerics: Mapping[int, str] = MappingProxyType({}),
+    ) -> AsyncGenerator[tuple[int, TextDelta]]:
         """The deltas of several completions as they come, each with its request's index. The first error ends all.
 
-        `before`: deltas that another gateway had of them. They come first, with their text.
+        `before`: deltas that another gateway had of them. They come first, with their text. `numerics`: of the target
+        that drew the last token of each, when all have come.
 
         If `running` aborts the request, each completion ends with the finish reason CANCELLED and without statistics.
         Raises an `ApiError` if one of the requests cannot be served, or if they exceed a limit.
         """
-        processors = [OutputProcessor(request, self.tokenizer) for request in requests]
+        processors = [OutputProcessor(each, each.output, self.tokenizer) for each in requests]
         choices = choices_of(requests)
         tokens = dict.fromkeys(range(len(requests)), 0)
         """Output tokens of each completion that has not ended."""
@@ -148,11 +157,10 @@ class ServedModel:
                     # A copy: whoever takes the delta may append later ones to it.
                     copy = replace(delta, tokens=[*delta.tokens], prompt_log_probs=[*delta.prompt_log_probs])
                     earlier[index].append(copy)
-                    restore_text(processors[index], delta)
                     tokens[index] += len(delta.tokens)
                     if delta.finish_reason is not None:
                         del tokens[index]
-                    yield index, delta
+                    yield index, with_text(processors[index], delta)
             if not tokens:
                 return
             with self.counting_rejections():
@@ -163,7 +171,10 @@ class ServedModel:
             sizes: defaultdict[int, list[int]] = defaultdict(list)  # by prompt
             try:
                 outputs = {
-                    index: self.generate(requests[index], processors[index], client, earlier[index]) for index in tokens
+                    index: self.generate(
+                        requests[index], processors[index], client, earlier[index], numerics.get(index)
+                    )
+                    for index in tokens
                 }
                 async with aclosing(interleaved(outputs)) as deltas:
                     while (item := await running.next(deltas)) is not None:
@@ -192,7 +203,7 @@ class ServedModel:
             raise
 
 
-async def _add_final_stats(last: Delta, deltas: AsyncGenerator[Delta]) -> None:
+async def _add_final_stats(last: TextDelta, deltas: AsyncGenerator[Delta]) -> None:
     """Complete the delta that a stop string ended with the statistics that the target sends on being cancelled."""
     with suppress(TimeoutError):  # the response goes without statistics
         async with asyncio.timeout(FINAL_STATS_TIMEOUT_S):
@@ -202,28 +213,31 @@ async def _add_final_stats(last: Delta, deltas: AsyncGenerator[Delta]) -> None:
                 last.usage = replace(last.usage or Usage(0, 0), cached_tokens=cached)
 
 
-def restore_text(output: OutputProcessor, delta: Delta) -> None:
-    """Add the text to a delta that was made by this module, at this gateway or another one, and lost its text."""
-    if delta.finish_reason is not FinishReason.CANCELLED:  # made by `_aborted`
-        output.process(delta)
+def with_text(processor: OutputProcessor, delta: Delta) -> TextDelta:
+    """The text of a delta that was made by this module, at this gateway or another one, and lost its text."""
+    if delta.finish_reason is FinishReason.CANCELLED:  # made by `_aborted`
+        return TextDelta.of(delta)
+    return processor.process(delta)
 
 
-def _aborted(request: GenerationRequest, tokens: int) -> Delta:
+def _aborted(request: CompletionRequest, tokens: int) -> TextDelta:
     """The last delta of a completion that its client ends after so many tokens."""
     usage = Usage(len(request.prompt), tokens)
-    return Delta(request.request_id, finish_reason=FinishReason.CANCELLED, usage=usage)
+    return TextDelta(request.request_id, finish_reason=FinishReason.CANCELLED, usage=usage)
 
 
-async def collect(requests: Sequence[GenerationRequest], deltas: AsyncGenerator[tuple[int, Delta]]) -> list[Delta]:
+async def collect(
+    requests: Sequence[CompletionRequest], deltas: AsyncGenerator[tuple[int, TextDelta]]
+) -> list[TextDelta]:
     """The whole output of each completion."""
-    outputs = [Delta(each.request_id) for each in requests]
+    outputs = [TextDelta(each.request_id) for each in requests]
     async with aclosing(deltas):
         async for index, delta in deltas:
             outputs[index].extend(delta)
     return outputs
 
 
-async def interleaved(outputs: Mapping[int, AsyncGenerator[Delta]]) -> AsyncGenerator[tuple[int, Delta]]:
+async def interleaved(outputs: Mapping[int, AsyncGenerator[TextDelta]]) -> AsyncGenerator[tuple[int, TextDelta]]:
     """The deltas of several generators as they come, each with its generator's key. The first error ends all."""
     if len(outputs) == 1:
         [(index, deltas)] = outputs.items()
@@ -231,7 +245,7 @@ async def interleaved(outputs: Mapping[int, AsyncGenerator[Delta]]) -> AsyncGene
             async for delta in deltas:
                 yield index, delta
         return
-    ready: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
+    ready: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
     tasks = []
     try:
         for index, deltas in outputs.items():
@@ -251,7 +265,7 @@ async def interleaved(outputs: Mapping[int, AsyncGenerator[Delta]]) -> AsyncGene
 
 
 async def _enqueue(
-    ready: asyncio.Queue[tuple[int, Delta | Exception]], index: int, deltas: AsyncGenerator[Delta]
+    ready: asyncio.Queue[tuple[int, TextDelta | Exception]], index: int, deltas: AsyncGenerator[TextDelta]
 ) -> None:
     try:
         async with aclosing(deltas):

@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 
-from paceline.messages import Delta, GenerationRequest, SpeculationStats, Timings
+from paceline.messages import SpeculationStats, Timings
+from paceline.output_processor import TextDelta
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.field_types import Json
 
 
 class RequestUsage:
     """Sums over all completions of one request. A prompt and its cached tokens count once, whatever `n` is."""
 
-    def __init__(self, requests: Sequence[GenerationRequest], choices: int) -> None:
+    def __init__(self, requests: Sequence[CompletionRequest], choices: int) -> None:
         """`choices`: completions for each prompt."""
         self.running = len(requests)
         """Completions that have not ended."""
@@ -21,12 +23,12 @@ class RequestUsage:
         self._prompt_tokens = sum(len(request.prompt) for request in requests[::choices])
         self._completion_tokens = 0
         self._reasoning_tokens = 0
-        self._counts_reasoning = any(request.parser for request in requests)
+        self._counts_reasoning = any(request.output.parser for request in requests)
         self._cached_tokens = [0] * (len(requests) // choices)
         self._stats: list[SpeculationStats] = []
         self._timings: list[Timings] = []
 
-    def add(self, index: int, delta: Delta) -> None:
+    def add(self, index: int, delta: TextDelta) -> None:
         """Count a delta of the index-th completion."""
         self._completion_tokens += len(delta.tokens)
         self._reasoning_tokens += delta.reasoning_tokens

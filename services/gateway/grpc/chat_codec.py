@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from paceline.messages import Delta
+from paceline.output_processor import TextDelta
 from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall
 from paceline.v1 import inference_pb2 as pb
 from paceline.wire.field_codec import set_fields
@@ -24,7 +24,7 @@ def chat_fields(chat: pb.GenerateRequest.Chat) -> Json:
     return {**fields, "messages": [_message(message) for message in chat.messages], "tools": tools}
 
 
-def add_parts(response: pb.GenerateResponse, delta: Delta, output: ChatOutput) -> None:
+def add_parts(response: pb.GenerateResponse, delta: TextDelta, output: ChatOutput) -> None:
     """Add a chat's delta to a response: text, reasoning and calls."""
     for event in output.events(delta):
         match event:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.messages import Delta, GenerationRequest, LogProbs
+from paceline.messages import LogProbs
+from paceline.output_processor import TextDelta
 from paceline.v1 import inference_pb2 as pb
 from paceline.wire.common_codec import FINISH_REASONS, encode_stats, encode_timings
 from paceline.wire.target_codec import encode_tree
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
 from paceline_services.gateway.generation.delta_buffer import DeltaBuffer
@@ -19,7 +21,7 @@ from paceline_services.gateway.grpc.chat_codec import add_parts
 class GenerateResponses:
     """The responses to one call, from the deltas of its choices."""
 
-    def __init__(self, body: GenerationBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
+    def __init__(self, body: GenerationBody, requests: Sequence[CompletionRequest], model: ServedModel) -> None:
         self._buffer = DeltaBuffer(body.stream_interval or 1)
         self._echoed: EchoedPrompt | None = None
         if isinstance(body, CompletionBody) and body.echo:
@@ -27,7 +29,7 @@ class GenerateResponses:
         self._begun: set[int] = set()
         self._chats = [ChatOutput(body, each, model) for each in requests] if isinstance(body, ChatBody) else []
 
-    def of(self, index: int, delta: Delta) -> Iterator[pb.GenerateResponse]:
+    def of(self, index: int, delta: TextDelta) -> Iterator[pb.GenerateResponse]:
         """The responses for one delta of a choice. What is known of the prompt does not wait for tokens."""
         if self._echoed is not None and index not in self._begun:
             self._begun.add(index)
@@ -41,7 +43,7 @@ class GenerateResponses:
             yield _encode_delta(index, due, self._chats[index] if self._chats else None)
 
 
-def _encode_delta(index: int, delta: Delta, chat: ChatOutput | None) -> pb.GenerateResponse:
+def _encode_delta(index: int, delta: TextDelta, chat: ChatOutput | None) -> pb.GenerateResponse:
     """`chat` None: the text is no chat's."""
     log_probs = [_encode_log_probs(each) for each in delta.log_probs]
     response = pb.GenerateResponse(

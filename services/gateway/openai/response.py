@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import ClassVar
 
-from paceline.messages import Delta, GenerationRequest, VerifiedTree
+from paceline.messages import VerifiedTree
+from paceline.output_processor import TextDelta
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
@@ -42,7 +44,7 @@ class OpenAIResponse(ABC):
     """The same for the chunk that ends a completion."""
 
     def __init__(
-        self, body: GenerationBody, requests: Sequence[GenerationRequest], model: ServedModel, created: int
+        self, body: GenerationBody, requests: Sequence[CompletionRequest], model: ServedModel, created: int
     ) -> None:
         """`created`: when the API request came; whole seconds since 1970."""
         self.streamed = bool(body.stream)
@@ -68,7 +70,7 @@ class OpenAIResponse(ABC):
             **left_out_json(requests[0]),
         }
 
-    def response(self, outputs: Sequence[Delta]) -> Json:
+    def response(self, outputs: Sequence[TextDelta]) -> Json:
         """The response object, from the whole output of each completion."""
         for index, output in enumerate(outputs):
             self._usage.add(index, output)
@@ -81,12 +83,12 @@ class OpenAIResponse(ABC):
         """The chunks before the first delta."""
         return []
 
-    def chunks(self, index: int, delta: Delta) -> Iterator[Json]:
+    def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
         """The chunks for one delta of the index-th completion, and those before it that waited for it."""
         due = self._buffer.add(index, delta)
         return iter(()) if due is None else self._chunks_of(index, due)
 
-    def _chunks_of(self, index: int, delta: Delta) -> Iterator[Json]:
+    def _chunks_of(self, index: int, delta: TextDelta) -> Iterator[Json]:
         self._usage.add(index, delta)
         by_token = self._return_token_ids or self._return_logprobs or self._return_accepted or self._return_tree
         only = delta.finish_reason is not None and not self._requests[index].sampling.max_tokens
@@ -96,11 +98,11 @@ class OpenAIResponse(ABC):
         if delta.finish_reason is not None:
             yield from self._ending(index, delta)
 
-    def finish_reason(self, index: int, delta: Delta) -> str | None:
+    def finish_reason(self, index: int, delta: TextDelta) -> str | None:
         """Of the index-th completion. `delta`: its last one, or the whole output."""
         return delta.finish_reason
 
-    def whole_entry(self, index: int, outputs: Sequence[Delta]) -> Json:
+    def whole_entry(self, index: int, outputs: Sequence[TextDelta]) -> Json:
         """The entry of a whole completion."""
         output = outputs[index]
         message = self.message(index, output)
@@ -108,21 +110,21 @@ class OpenAIResponse(ABC):
         return self._entry(index, message, output) | end
 
     @abstractmethod
-    def message(self, index: int, output: Delta) -> Json:
+    def message(self, index: int, output: TextDelta) -> Json:
         """The text of a whole completion, under its field."""
 
     @abstractmethod
-    def parts(self, index: int, delta: Delta) -> list[Json]:
+    def parts(self, index: int, delta: TextDelta) -> list[Json]:
         """The texts of a delta, one per chunk, under their fields."""
 
     @abstractmethod
-    def log_probs(self, index: int, delta: Delta) -> Json: ...
+    def log_probs(self, index: int, delta: TextDelta) -> Json: ...
 
-    def offsets(self, index: int, delta: Delta) -> list[int]:
+    def offsets(self, index: int, delta: TextDelta) -> list[int]:
         """By token, the characters of the choice's text before it."""
         return delta.offsets
 
-    def _entry(self, index: int, text: Json, delta: Delta | None) -> Json:
+    def _entry(self, index: int, text: Json, delta: TextDelta | None) -> Json:
         """`delta` None: what belongs to its tokens is in another chunk."""
         entry = {"index": index, **text, "logprobs": None, "finish_reason": None}
         if delta is None:
@@ -151,7 +153,7 @@ class OpenAIResponse(ABC):
             for parent, token, accepted, method in nodes
         ]
 
-    def _kept(self, outputs: Sequence[Delta]) -> Sequence[int]:
+    def _kept(self, outputs: Sequence[TextDelta]) -> Sequence[int]:
         """The completions to return: of each prompt's, those with the highest mean log-probability, best first."""
         indices = range(len(outputs))
         if self._kept_count == self._choice_count:
@@ -162,7 +164,7 @@ class OpenAIResponse(ABC):
             kept += sorted(of_prompt, key=lambda index: -_mean_log_prob(outputs[index]))[: self._kept_count]
         return kept
 
-    def _prompt_log_probs(self, index: int, outputs: Sequence[Delta]) -> Json:
+    def _prompt_log_probs(self, index: int, outputs: Sequence[TextDelta]) -> Json:
         """The log-probabilities of the index-th completion's prompt, if asked for: its first completion has them."""
         if self._prompt_logprobs is None:
             return {}
@@ -171,7 +173,7 @@ class OpenAIResponse(ABC):
         prompt = self._requests[first].prompt
         return {"prompt_logprobs": prompt_log_probs(prompt, entries, self._prompt_logprobs, self._tokenizer)}
 
-    def _ending(self, index: int, delta: Delta) -> Iterator[Json]:
+    def _ending(self, index: int, delta: TextDelta) -> Iterator[Json]:
         entry = {"index": index, **self.ending, "logprobs": None}
         end = {"finish_reason": self.finish_reason(index, delta), "stop_reason": delta.stop_reason}
         last = self._chunk(entry | end)
@@ -206,23 +208,23 @@ class CompletionResponse(OpenAIResponse):
     ending: ClassVar[Json] = {"text": ""}
 
     def __init__(
-        self, body: CompletionBody, requests: Sequence[GenerationRequest], model: ServedModel, created: int
+        self, body: CompletionBody, requests: Sequence[CompletionRequest], model: ServedModel, created: int
     ) -> None:
         super().__init__(body, requests, model, created)
         self._top_log_probs = body.top_log_probs or 0
         self._scores_echo = body.scores_echo
         prompts = [request.prompt for request in requests[:: self._choice_count]] if body.echo else []
         self._echoed = [EchoedPrompt.of(body, index, each, self._tokenizer) for index, each in enumerate(prompts)]
-        self._waiting: list[list[tuple[int, Delta]]] = [[] for _ in range(body.prompts)]
+        self._waiting: list[list[tuple[int, TextDelta]]] = [[] for _ in range(body.prompts)]
         """By prompt, deltas of its completions that came before the prompt's log-probabilities."""
         self._opened: set[int] = set()
 
-    def response(self, outputs: Sequence[Delta]) -> Json:
+    def response(self, outputs: Sequence[TextDelta]) -> Json:
         for prompt, first in zip(self._echoed, outputs[:: self._choice_count], strict=False):
             prompt.add(first)
         return super().response(outputs)
 
-    def whole_entry(self, index: int, outputs: Sequence[Delta]) -> Json:
+    def whole_entry(self, index: int, outputs: Sequence[TextDelta]) -> Json:
         entry = super().whole_entry(index, outputs) | self._prompt_log_probs(index, outputs)
         if self._scores_echo:
             lists = entry["logprobs"]
@@ -234,7 +236,7 @@ class CompletionResponse(OpenAIResponse):
             return []
         return [self._opening(index) for index in range(len(self._requests))]
 
-    def chunks(self, index: int, delta: Delta) -> Iterator[Json]:
+    def chunks(self, index: int, delta: TextDelta) -> Iterator[Json]:
         if not self._scores_echo:
             yield from super().chunks(index, delta)
             return
@@ -251,10 +253,10 @@ class CompletionResponse(OpenAIResponse):
                 yield self._opening(each)
             yield from super().chunks(each, held)
 
-    def message(self, index: int, output: Delta) -> Json:
+    def message(self, index: int, output: TextDelta) -> Json:
         return self._text(index, output.text)
 
-    def parts(self, index: int, delta: Delta) -> list[Json]:
+    def parts(self, index: int, delta: TextDelta) -> list[Json]:
         return [{"text": delta.text}] if delta.text else []
 
     def _text(self, index: int, text: str) -> Json:
@@ -264,10 +266,10 @@ class CompletionResponse(OpenAIResponse):
             message["prompt_token_ids"] = self._requests[index].prompt
         return message
 
-    def log_probs(self, index: int, delta: Delta) -> Json:
+    def log_probs(self, index: int, delta: TextDelta) -> Json:
         return completion_log_probs(delta.tokens, delta.log_probs, self.offsets(index, delta), self._spelling)
 
-    def offsets(self, index: int, delta: Delta) -> list[int]:
+    def offsets(self, index: int, delta: TextDelta) -> list[int]:
         echoed = self._echoed_prompt(index)
         return delta.offsets if echoed is None else [len(echoed.text) + offset for offset in delta.offsets]
 
@@ -296,12 +298,12 @@ class ChatCompletionResponse(OpenAIResponse):
     empty: ClassVar[Json] = {"delta": {"content": ""}}
     ending: ClassVar[Json] = {"delta": {}}
 
-    def __init__(self, body: ChatBody, requests: Sequence[GenerationRequest], model: ServedModel, created: int) -> None:
+    def __init__(self, body: ChatBody, requests: Sequence[CompletionRequest], model: ServedModel, created: int) -> None:
         super().__init__(body, requests, model, created)
         self._first_content = None if body.offered_tools else ""
         self._outputs = [ChatOutput(body, request, model) for request in requests]
 
-    def response(self, outputs: Sequence[Delta]) -> Json:
+    def response(self, outputs: Sequence[TextDelta]) -> Json:
         return super().response(outputs) | self._prompt_ids() | self._prompt_log_probs(0, outputs)
 
     def opening_chunks(self) -> list[Json]:
@@ -311,21 +313,21 @@ class ChatCompletionResponse(OpenAIResponse):
             for index in range(len(self._requests))
         ]
 
-    def message(self, index: int, output: Delta) -> Json:
+    def message(self, index: int, output: TextDelta) -> Json:
         return {"message": self._outputs[index].message(output)}
 
-    def parts(self, index: int, delta: Delta) -> list[Json]:
+    def parts(self, index: int, delta: TextDelta) -> list[Json]:
         return [{"delta": part} for part in self._outputs[index].deltas(delta)]
 
-    def finish_reason(self, index: int, delta: Delta) -> str | None:
+    def finish_reason(self, index: int, delta: TextDelta) -> str | None:
         return self._outputs[index].finish_reason(delta)
 
-    def log_probs(self, index: int, delta: Delta) -> Json:
+    def log_probs(self, index: int, delta: TextDelta) -> Json:
         return chat_log_probs(delta, self._spelling)
 
     def _prompt_ids(self) -> Json:
         return {"prompt_token_ids": self._requests[0].prompt} if self._return_token_ids else {}
 
 
-def _mean_log_prob(output: Delta) -> float:
+def _mean_log_prob(output: TextDelta) -> float:
     return fmean(each.log_prob for each in output.log_probs) if output.log_probs else 0.0

@@ -10,7 +10,8 @@ from fastapi import FastAPI, Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from paceline.messages import Delta, GenerationRequest
+from paceline.output_processor import TextDelta
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.bodies import (
     ChatBody,
     CompletionBody,
@@ -46,7 +47,7 @@ def _add_generation(
     journals: Journals,
     path: str,
     body_type: type[GenerationBody],
-    response_type: Callable[[Any, Sequence[GenerationRequest], ServedModel, int], OpenAIResponse],
+    response_type: Callable[[Any, Sequence[CompletionRequest], ServedModel, int], OpenAIResponse],
 ) -> None:
     @app.post(path, name=path.removeprefix("/v1/").replace("/", "_"))
     async def generate(request: Request) -> Response:
@@ -94,7 +95,7 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
 
 
 async def _chunks(
-    response: OpenAIResponse, deltas: AsyncGenerator[tuple[int, Delta]]
+    response: OpenAIResponse, deltas: AsyncGenerator[tuple[int, TextDelta]]
 ) -> AsyncGenerator[ServerSentEvent]:
     opening = response.opening_chunks()
     async with aclosing(deltas):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from paceline.messages import Delta, FinishReason, GenerationRequest
+from paceline.messages import FinishReason
+from paceline.output_processor import TextDelta
 from paceline.parsing import Content
 from paceline_services.gateway.api_errors import ApiError
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
@@ -33,7 +35,7 @@ class RunningResponse:
         self,
         body: ResponseBody,
         chat: ChatBody,
-        request: GenerationRequest,
+        request: CompletionRequest,
         model: ServedModel,
         created: int,
         clock: Callable[[], int],
@@ -93,7 +95,7 @@ class RunningResponse:
         kinds = ("response.created", "response.in_progress")
         return [self._numbered({"type": kind, "response": self.as_json()}) for kind in kinds]
 
-    def feed(self, delta: Delta) -> Iterator[Json]:
+    def feed(self, delta: TextDelta) -> Iterator[Json]:
         """Append a delta; the last one ends the output, but not the response: `closing` follows."""
         self._usage.add(0, delta)
         self._collect_log_probs(delta)
@@ -120,7 +122,7 @@ class RunningResponse:
         event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return self._numbered(event)
 
-    def _collect_log_probs(self, delta: Delta) -> None:
+    def _collect_log_probs(self, delta: TextDelta) -> None:
         """Only a message has them: those of a delta that brings reasoning or calls alone are dropped."""
         if self._body.returns_log_probs:
             self._log_probs += chat_log_probs(delta, TokenSpelling(self._model.tokenizer))["content"]

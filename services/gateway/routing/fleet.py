@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from paceline.messages import GenerationRequest, TargetDescription
+from paceline.messages import TargetDescription
 from paceline.state.periodic_task import PeriodicTask
 from paceline.state.state_store import StateStore
 from paceline.state.worker_registry import RegisteredWorker, WorkerRecord
@@ -21,6 +21,7 @@ from paceline.state.worker_watcher import WorkerWatcher
 from paceline.tls import Certificates
 from paceline.wire.link_errors import LinkError
 from paceline.wire.target_link import TargetLink
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.routing.circuit_breaker import Breaker
 from paceline_services.gateway.routing.cost_model import RequestCostModel
 from paceline_services.gateway.routing.draft_workers import DraftAcceptanceRefresh, DraftWorkers
@@ -108,7 +109,7 @@ class Fleet:
 
     def choose(
         self,
-        request: GenerationRequest,
+        request: CompletionRequest,
         blocks: Sequence[int],
         refused_by: TargetConnection | None = None,
         numerics: str | None = None,

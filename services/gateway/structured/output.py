@@ -21,9 +21,9 @@ from paceline.grammar import (
 )
 from paceline.grammar.grammar_checker import GrammarChecker
 from paceline.grammar.lark import WHITE_SPACE
-from paceline.messages import GenerationRequest
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.field_types import Body, Json
 from paceline_services.gateway.structured.structural_tag import StructuralFields, StructuralTag
 from paceline_services.gateway.structured.structure_fields import (
@@ -226,6 +226,6 @@ def compile_grammar_text(source: GrammarSource, tokenizer: Tokenizer) -> str:
     return grammar
 
 
-def left_out_json(request: GenerationRequest) -> Json:
+def left_out_json(request: CompletionRequest) -> Json:
     """What a response says of the keywords to which it is not kept; nothing if there are none."""
     return {"left_out_keywords": [*request.left_out_keywords]} if request.left_out_keywords else {}

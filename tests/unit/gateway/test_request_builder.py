@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from paceline.messages import GenerationRequest, TargetDescription
 from paceline.text import Tokenizer
 from paceline.wire.target_codec import decode_request, encode_request
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.bodies import CompletionBody
 from paceline_services.gateway.generation.prompt_encoding import LONG_TEXT, bad_word_tokens, encode_prompts
 from paceline_services.gateway.generation.request_builder import build_choices, build_sampling, speculative_options
@@ -38,7 +38,7 @@ VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.te
 FIELDS = st.sampled_from(sorted(CompletionBody.model_fields))
 
 
-def build(body: dict[str, Any]) -> list[GenerationRequest]:
+def build(body: dict[str, Any]) -> list[CompletionRequest]:
     try:
         parsed = CompletionBody.model_validate_json(json.dumps(body))
     except ValidationError as error:
@@ -47,7 +47,7 @@ def build(body: dict[str, Any]) -> list[GenerationRequest]:
     tokens = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
     bad_words = asyncio.run(bad_word_tokens(parsed.bad_words or (), TOKENIZER))
     sampling = build_sampling(parsed, MODEL, "", bad_words)
-    return build_choices(parsed, MODEL, GenerationRequest("r", (), sampling, speculative_options(parsed)), tokens)
+    return build_choices(parsed, MODEL, CompletionRequest("r", (), sampling, speculative_options(parsed)), tokens)
 
 
 @settings(deadline=None)
@@ -62,7 +62,9 @@ def test_any_body_is_refused_by_field_or_can_be_sent(body: dict[str, Any], with_
         param = (error.param or "no field").split(".")[0].split("[")[0]
     assert param is None or param in {*body, "prompt"}
     for request in requests:
-        assert decode_request(encode_request(request)) == replace(request, committed=[], draft_addresses=[], choice=0)
+        sent = decode_request(encode_request(request))
+        ours = {name: getattr(request, name) for name in GenerationRequest.__match_args__}
+        assert sent == GenerationRequest(**ours | {"committed": [], "draft_addresses": []})
         assert len(request.prompt) + request.sampling.max_tokens <= MODEL.max_model_len
 
 

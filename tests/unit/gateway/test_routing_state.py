@@ -17,6 +17,7 @@ from paceline.state import open_store
 from paceline.state.acceptance import AcceptanceCounts
 from paceline.state.state_errors import StateUnavailableError
 from paceline.state.worker_registry import RegisteredWorker, WorkerRecord
+from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.routing.circuit_breaker import (
     FAILURES,
     FIRST_PAUSE_S,
@@ -213,7 +214,7 @@ def test_a_load_that_is_not_refreshed_expires(clock: Clock) -> None:
 def test_a_conversation_whose_home_cannot_take_a_request_has_no_other_home(clock: Clock) -> None:
     fleet = Fleet("m", "")
     fleet.targets = {name: linked_target(Link(), clock) for name in "abc"}
-    request = GenerationRequest("r", [1], SamplingParams(), session="talk")
+    request = CompletionRequest("r", [1], SamplingParams(), session="talk")
     home = str(session_home("abc", "talk"))
     for refused_by, has_session in ((None, True), (fleet.targets[home], False)):
         chosen = fleet.choose(request, [], refused_by)
