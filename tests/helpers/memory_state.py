@@ -1,4 +1,4 @@
-"""Shared state in this process's memory, with records, instead of Redis. tests/unit/state holds both to one contract."""
+"""Shared state in this process instead of Redis, records included; tests/unit/state holds both to one contract."""
 
 from __future__ import annotations
 
