@@ -29,6 +29,8 @@ from paceline.telemetry.logs import LineFormatter
 log = logging.getLogger(__name__)
 
 LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
+DRAFT_KEYS = {"method", "beside", "model", "draft_placement", "draft_tensor_parallel_size", "vocabulary_mapping"}
+"""Of a configuration, those that say which draft there is and where."""
 KILLED = 1
 """Exit code after a second Ctrl-C, which kills everything at once."""
 
@@ -55,11 +57,12 @@ def _planned(options: DeploymentOptions) -> Deployment:
 
 
 def _lookups(speculation: SpeculativeConfig) -> SpeculativeConfig:
-    """The methods of a configuration that need no model."""
+    """The methods of a configuration that need no model, with their settings and its strategy."""
     if not speculation.beside:
         return SpeculativeConfig()
     first, *others = speculation.beside
-    return SpeculativeConfig(method=first, beside=tuple(others), draft_placement="target")
+    kept = speculation.model_dump(exclude_unset=True, exclude=DRAFT_KEYS)
+    return SpeculativeConfig(method=first, beside=tuple(others), draft_placement="target", **kept)
 
 
 async def _serve(deployment: Deployment, redis_url: str | None, console: Console) -> int:

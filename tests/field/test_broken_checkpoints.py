@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline import family
+from paceline.cli.deployment import DeploymentOptions
+from paceline.cli.serve_command import _planned
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.draft_client import NoDraftClient
 from paceline.grammar.grammar_vocabulary import GrammarVocabulary
@@ -283,3 +285,20 @@ def test_serve_goes_on_without_a_broken_draft(
         assert not any("Traceback" in line or "started again" in line for line in served.log)
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait() == 0
+
+
+def test_serve_keeps_the_lookups_beside_a_broken_draft(checkpoint: Path, copy: Path) -> None:
+    cut(copy / "tokenizer.json", 5)
+    together = SpeculativeConfig(
+        method="draft_model",
+        model=str(copy),
+        beside=("ngram", "suffix"),
+        prompt_lookup_min=1,
+        rejection_sampling_strategy="residual",
+    )
+    planned = _planned(DeploymentOptions(str(checkpoint), together)).speculation
+    assert (planned.method, planned.beside, planned.model) == ("ngram", ("suffix",), None)
+    assert (planned.prompt_lookup_min, planned.draft_placement) == (1, "target")
+    assert planned.strategy.name == "residual"
+    alone = _planned(DeploymentOptions(str(checkpoint), draft(copy))).speculation
+    assert not alone.enabled
