@@ -22,9 +22,9 @@ from loadtests.load_shapes import SHAPES
 from loadtests.locust_process import run_locust
 from paceline.cli.deployment import LOOPBACK, free_ports, plan_deployment
 from paceline.cli.http_client import open_client
-from paceline.cli.local_stack import ready_stack
 from paceline.cli.options import start_errors
 from paceline.model_names import is_fake_model
+from paceline_lab.bench.measured_stack import ready_stack
 
 SPECULATION = {"off": False, "on": True}
 

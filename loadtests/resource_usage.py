@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from paceline.cli.process_tree import cpu_s, process_and_descendants, tree_pss_mb
+from paceline.cli.process_tree import process_and_descendants
+from paceline_lab.bench.measured_stack import cpu_s, tree_pss_mb
 
 EVERY_S = 3.0
 MINUTE_S = 60.0

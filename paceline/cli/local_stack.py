@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from rich.console import Console
 
 from paceline.cli.cpu_affinity import affinity_restored, move_off_cores
 from paceline.cli.deployment import Deployment
@@ -28,7 +25,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 """How often workers and gateway are checked for readiness."""
 GATEWAY = "gateway"
-LAST_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +90,6 @@ async def running_stack(
                 killer.workers = [supervisor.children[name] for name in deployment.drafts]
             with affinity_restored():  # for what this process starts next
                 yield LocalStack(deployment, supervisor, url, store)
-
-
-@asynccontextmanager
-async def ready_stack(deployment: Deployment, console: Console) -> AsyncIterator[LocalStack]:
-    """A stack to measure: ready, and silent. After an error, the last lines of its log go to stderr.
-
-    `console` shows which services are still loading. Raises `StartError` or `StateError`.
-    """
-    lines: deque[str] = deque(maxlen=LAST_LINES)
-    try:
-        async with running_stack(deployment, lines.append) as stack:
-            with console.status("starting") as status:
-                await stack.ready(lambda missing: status.update(f"loading: {', '.join(missing)}"))
-            yield stack
-    except Exception:
-        Console(stderr=True, highlight=False, markup=False).print(*lines, sep="\n")
-        raise
 
 
 @asynccontextmanager

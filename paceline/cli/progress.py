@@ -1,4 +1,4 @@
-"""A progress bar for measurements, and their interruption by Ctrl-C."""
+"""A progress bar for measurements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,3 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[], N
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
-
-
-@contextmanager
-def results_kept_on_interrupt(console: Console) -> Iterator[None]:
-    """Ctrl-C ends the body only, so that the caller can show its results so far."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print("[yellow]interrupted: what follows is what was measured[/yellow]")

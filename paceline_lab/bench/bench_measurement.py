@@ -1,10 +1,14 @@
-"""Shared by the benchmarks: one method's outputs and times, and the refusal of unknown names."""
+"""Shared by the benchmarks: one method's outputs and times, their interruption by Ctrl-C, and the refusal of unknown
+names."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+
+from rich.console import Console
 
 from paceline.launcher import StartError
 
@@ -58,3 +62,12 @@ def check_names(chosen: Iterable[str], known: Collection[str]) -> None:
     for name in chosen:
         if name not in known:
             raise StartError(f"there is no {name!r}: choose from {', '.join(known)}")
+
+
+@contextmanager
+def results_kept_on_interrupt(console: Console) -> Iterator[None]:
+    """Ctrl-C ends the body only, so that the caller can show its results so far."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("[yellow]interrupted: what follows is what was measured[/yellow]")

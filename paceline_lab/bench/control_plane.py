@@ -31,9 +31,9 @@ from rich.console import Console
 
 from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.cli.http_client import TIMEOUT_S, HttpCompletion
-from paceline.cli.local_stack import ready_stack
 from paceline.cli.progress import progress
 from paceline.config import SpeculativeConfig
+from paceline_lab.bench.measured_stack import ready_stack
 
 TARGET = "table:4096"
 DRAFT = "table:4096:0.3"

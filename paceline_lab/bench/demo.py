@@ -46,11 +46,10 @@ from rich.rule import Rule
 from paceline import family
 from paceline.cli.deployment import TARGET, DeploymentOptions, default_speculative_config, plan_deployment
 from paceline.cli.http_client import HttpClient, HttpCompletion, open_client
-from paceline.cli.local_stack import ready_stack
-from paceline.cli.process_tree import tree_pss_mb
-from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.cli.progress import progress
 from paceline.cli.token_colours import LEGEND, TokenPainter, served_summary
-from paceline_lab.bench.bench_measurement import Measurement
+from paceline_lab.bench.bench_measurement import Measurement, results_kept_on_interrupt
+from paceline_lab.bench.measured_stack import ready_stack, tree_pss_mb
 from paceline_lab.bench.workloads import Workload, repetitive_workloads, workloads
 
 TEMPERATURES = (0.0, 0.8)

@@ -45,10 +45,11 @@ from rich.table import Table
 from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.cli.http_client import HttpClient, HttpCompletion, open_client
 from paceline.cli.local_stack import LocalStack, running_stack
-from paceline.cli.process_tree import tree_pss_mb
-from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.cli.progress import progress
 from paceline.config import SpeculativeConfig
+from paceline_lab.bench.bench_measurement import results_kept_on_interrupt
 from paceline_lab.bench.large_vocabulary import TOKENS, write_large_family
+from paceline_lab.bench.measured_stack import tree_pss_mb
 
 ALONE = 9
 """Requests of the other client without an attack."""

@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import family
-from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.cli.progress import progress
 from paceline.config import SamplingParams
 from paceline.grammar import grammar_from_schema
 from paceline.llm import LLM
 from paceline.messages import SpeculationStats
 from paceline.text import Tokenizer
-from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names
+from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names, results_kept_on_interrupt
 from paceline_lab.bench.workloads import (
     Workload,
     extraction_schema,

@@ -45,10 +45,12 @@ from rich.table import Table
 
 from paceline.cli.deployment import LOOPBACK, DeploymentOptions, plan_deployment
 from paceline.cli.http_client import HttpClient, HttpCompletion, open_client
-from paceline.cli.local_stack import LocalStack, ready_stack
-from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.cli.local_stack import LocalStack
+from paceline.cli.progress import progress
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline_lab.bench.bench_measurement import results_kept_on_interrupt
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
+from paceline_lab.bench.measured_stack import ready_stack
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation.pair_simulation import SimulatedPair
 from paceline_lab.simulation.sequential_forecast import forecast_sequential

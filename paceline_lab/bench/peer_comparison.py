@@ -41,8 +41,7 @@ from rich.status import Status
 from rich.table import Table
 
 from paceline import family
-from paceline.cli.progress import results_kept_on_interrupt
-from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names
+from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names, results_kept_on_interrupt
 from paceline_lab.bench.method_comparison import LIMITS, methods, prompts_of
 from paceline_lab.bench.svg_chart import Bar, BarPart, Panel, draw_chart
 from paceline_lab.bench.workloads import repetitive_workloads, workloads

@@ -30,7 +30,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.progress import results_kept_on_interrupt
 from paceline.family import PUBLISHED_HEADS
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufFile
@@ -38,7 +37,7 @@ from paceline.model.numerics import cpu_name
 from paceline.published_models import PUBLISHED, QWEN_05B, QWEN_15B, NotAvailableError, download
 from paceline.text import Tokenizer
 from paceline_lab.bench import start_time
-from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names
+from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names, results_kept_on_interrupt
 from paceline_lab.bench.method_comparison import LIMITS, SUFFIX_WITHOUT_HISTORY
 from paceline_lab.bench.workloads import Workload, repetitive_workloads, workloads
 from paceline_lab.peers import peer_worker

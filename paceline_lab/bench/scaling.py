@@ -26,13 +26,15 @@ from rich.table import Table
 
 from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.cli.http_client import HttpClient, open_client
-from paceline.cli.local_stack import LocalStack, ready_stack
-from paceline.cli.process_tree import cpu_s, process_and_descendants
-from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.cli.local_stack import LocalStack
+from paceline.cli.process_tree import process_and_descendants
+from paceline.cli.progress import progress
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.messages import Delta, GenerationRequest
 from paceline.wire.target_codec import encode_delta, encode_request
+from paceline_lab.bench.bench_measurement import results_kept_on_interrupt
+from paceline_lab.bench.measured_stack import cpu_s, ready_stack
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation.pair_simulation import SimulatedPair, simulate
 from paceline_lab.simulation.scaling_model import Costs, CpuPerToken, ProcessCounts, process_counts

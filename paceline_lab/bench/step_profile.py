@@ -44,7 +44,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline import family
-from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.cli.progress import progress
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth, GrowthBatch
 from paceline.drafting import build_lookups, build_speculator, complete_config
@@ -66,7 +66,7 @@ from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, pa
 from paceline.wire.draft_stream_messages import SendDraftFrame, StreamUp, StreamUpdate
 from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline.wire.target_codec import encode_delta
-from paceline_lab.bench.bench_measurement import PLAIN, check_names
+from paceline_lab.bench.bench_measurement import PLAIN, check_names, results_kept_on_interrupt
 from paceline_lab.bench.method_comparison import LIMITS, methods, prompts_of
 from paceline_lab.bench.svg_chart import Bar, BarPart, Panel, draw_chart
 from paceline_lab.bench.workloads import workloads

@@ -33,11 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.deployment import LOOPBACK, free_ports
-from paceline.cli.progress import results_kept_on_interrupt
 from paceline.config import SpeculativeConfig
 from paceline.launcher import StartError, die_with_parent
 from paceline.vllm.remote_drafts_settings import DRAFTS_VARIABLE
-from paceline_lab.bench.bench_measurement import PLAIN, check_names
+from paceline_lab.bench.bench_measurement import PLAIN, check_names, results_kept_on_interrupt
 from paceline_lab.bench.method_comparison import SUFFIX_WITHOUT_HISTORY, prompts_of
 from paceline_lab.bench.peer_comparison import (
     BATCHES,

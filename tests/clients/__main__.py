@@ -21,11 +21,11 @@ import typer
 from rich.console import Console
 
 from paceline.cli.deployment import LOOPBACK, DeploymentOptions, default_speculative_config, plan_deployment
-from paceline.cli.local_stack import ready_stack
 from paceline.cli.options import start_errors
 from paceline.config import EngineConfig
 from paceline.launcher import die_with_parent
 from paceline.model_names import resolve_model
+from paceline_lab.bench.measured_stack import ready_stack
 from tests.helpers.tool_models import TEMPLATE
 
 HERE = Path(__file__).parent

@@ -15,15 +15,17 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline.cli import main, process_tree
+from paceline.cli import main
 from paceline.cli.deployment import DeploymentOptions
 from paceline.cli.http_client import HttpCompletion
-from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.cli.progress import progress
 from paceline.cli.token_colours import ACCEPTED, BONUS, TokenPainter, served_summary
 from paceline.doctor.prompt_file import CODE_FILES, code_prompts
 from paceline.published_models import PUBLISHED, SMOLLM2
 from paceline_lab.bench import control_plane
+from paceline_lab.bench.bench_measurement import results_kept_on_interrupt
 from paceline_lab.bench.demo import DemoRuns
+from paceline_lab.bench.measured_stack import tree_pss_mb
 from paceline_lab.bench.workloads import Workload, workloads
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation import capacity_plan as planning
@@ -231,13 +233,13 @@ def test_the_control_plane_notices_a_different_text() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_includes_child_processes() -> None:
     hoard = "import sys; kept = b'x' * 50_000_000; print('ready', flush=True); sys.stdin.read()"
-    before = process_tree.tree_pss_mb()
+    before = tree_pss_mb()
     with subprocess.Popen(
         [sys.executable, "-c", hoard], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        during = process_tree.tree_pss_mb()
+        during = tree_pss_mb()
         child.communicate()
     assert before is not None
     assert during is not None
