@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+
+from torch import Tensor
 
 from paceline.config import SpeculativeConfig
 from paceline.core.growth import Growth
@@ -20,6 +22,11 @@ MAX_IDLE_GATES = 256
 """Gates kept for drafts without requests."""
 MAX_HELD_TOKENS = 64
 """So many tokens of a paused request go to its draft at a time: a message for each step costs both machines more."""
+MAX_HIDDEN_STATES_SENT = 256
+"""Most positions of one request whose hidden states a step sends: as many as a step computes, by default."""
+
+GatherHiddenStates = Callable[[int, int, int], Tensor]
+"""(number of a request, start, stop) → hidden states of these positions, [positions, layers, hidden size]."""
 
 
 class DraftManager:
@@ -33,8 +40,10 @@ class DraftManager:
         schedule: DraftSchedule,
         vocabulary_size: int,
         clock: Clock,
+        gather: GatherHiddenStates | None = None,
     ) -> None:
-        """`draft_client` finds each request a draft; those of lookups draft for every request.
+        """`draft_client` finds each request a draft; those of lookups draft for every request. `gather`: None: no
+        hidden states are sent.
 
         Drafts that do not pay are paused, unless the rows need not pay or steps are in lock-step.
         """
@@ -50,6 +59,7 @@ class DraftManager:
         self._schedule = schedule
         self._vocabulary_size = vocabulary_size
         self._clock = clock
+        self._gather = gather
         self._gated = config.row_budget and config.draft_schedule != "lockstep"
         self._sampled_drafts = config.strategy.sampled_drafts
         self._gates: dict[str, DraftGate] = {}
@@ -80,11 +90,33 @@ class DraftManager:
         if seeking:
             self._draft_client.flush()
 
-    def context(self, context: Context) -> None:
-        self._draft_client.context(context)
+    def send_hidden_states(self, request: DraftedRequest, stop: int) -> None:
+        """Send the draft the hidden states before `stop`, the root at most, that it lacks.
 
-    def commit(self, request: DraftedRequest, commit: Commit) -> None:
-        """Tell drafts what a step committed. A paused draft is told later, many tokens at a time."""
+        After a hit in the prefix cache, a move to another draft or a pause, these are all missing states, up to
+        `MAX_HIDDEN_STATES_SENT` positions a step. The root's own come with the commit.
+        """
+        start = request.hidden_states_sent
+        stop = min(stop, start + MAX_HIDDEN_STATES_SENT)
+        if self._draft_client.hidden_state_layers and self._gather and request.draft_active and start < stop:
+            self._draft_client.context(Context(request.key, start, self._gather(request.key, start, stop)))
+            request.hidden_states_sent = stop
+
+    def commit(
+        self, request: DraftedRequest, tokens: Sequence[int], accepted: Sequence[int], *, computed: bool = True
+    ) -> None:
+        """Tell drafts what a step commits, before `DraftedRequest.commit`. A paused draft is told later, many tokens at
+        a time.
+
+        `accepted`: the nodes of the first tokens. `computed`: whether the hidden states that the tokens were drawn from
+        are there. Drafts get the last tokens of a request, too: some learn from them for other requests.
+        """
+        if gate := self._gate_of.get(request.key):
+            from_draft = [request.tree.sources[node] for node in accepted].count(OWN_DRAFT_SOURCE)
+            gate.record_accepted(request, from_draft)
+        base = len(request.tokens) - 1
+        states = self._states_from(request, base, base + len(tokens)) if computed else None
+        commit = Commit(request.key, base, tokens, len(accepted), states)
         request.held_commits.append(commit)
         if not request.paused or sum(len(held.tokens) for held in request.held_commits) >= MAX_HELD_TOKENS:
             self._send_held(request)
@@ -101,11 +133,6 @@ class DraftManager:
     def flush(self) -> None:
         """Send all messages queued for the draft. Lookups queue none."""
         self._draft_client.flush()
-
-    def record_accepted(self, request: DraftedRequest, accepted: int) -> None:
-        """The step accepted this many tokens of a request's draft."""
-        if gate := self._gate_of.get(request.key):
-            gate.record_accepted(request, accepted)
 
     def end_step(self, lost: float) -> None:
         """Update the gates after a step. `lost`: tokens that drafting cost each drafted request."""
@@ -139,6 +166,17 @@ class DraftManager:
 
         if any(request.draft_active and request.depth_allowed() > 0 for request in drawing):
             self._schedule.wait(drawing, receive)
+
+    def _states_from(self, request: DraftedRequest, root: int, stop: int) -> Tensor | None:
+        """Hidden states of the root and the accepted tokens.
+
+        None if the draft lacks earlier states or is paused: then `send_hidden_states` sends them later.
+        """
+        lacks = request.paused or request.hidden_states_sent < root
+        if lacks or not self._gather or not self._draft_client.hidden_state_layers:
+            return None
+        request.hidden_states_sent = stop
+        return self._gather(request.key, root, stop)
 
     def _graft_updates(self, updates: PollResult, requests: Mapping[int, DraftedRequest], source: int) -> None:
         for key, growth in updates.growths:

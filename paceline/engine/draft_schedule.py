@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.policy.inline_round_policy import InlineRoundPolicy
-from paceline.core.policy.step_cost import StepCost, nodes_to_verify
+from paceline.core.policy.step_cost import RowChoice, StepCost
 from paceline.core.policy.wait_policy import WaitPolicy
 from paceline.core.tree import ROOT
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE, DraftedRequest
@@ -59,10 +59,10 @@ class CostAwareSchedule:
         self._cost = cost
         self._clock = clock
 
-    def _round_rows_s(self, step: StepForecast, requests: int) -> float:
-        """Duration of the rows for one more node of each request."""
-        nodes = step.nodes + requests
-        return self._cost(requests + nodes, nodes) - step.seconds
+    def _forecast(self, drawing: Sequence[DraftedRequest]) -> tuple[float, float, float]:
+        """Of the step with the nodes at hand: expected tokens, seconds, and seconds for one more node per request."""
+        step = RowChoice([(request.tree, request.candidate_nodes()) for request in drawing], self._cost)
+        return step.tokens, step.seconds(), step.seconds(len(drawing)) - step.seconds()
 
 
 class StreamedSchedule(CostAwareSchedule):
@@ -88,15 +88,15 @@ class StreamedSchedule(CostAwareSchedule):
                 return
 
     def _wait_s(self, now: DraftFrontier, drawing: Sequence[DraftedRequest], waited_s: float, *, first: bool) -> float:
-        step = forecast_step(drawing, self._cost)
+        tokens, seconds, rows_s = self._forecast(drawing)
         return self._wait_policy.wait_s(
             now.deepest,
             now.levels_left,
-            step.tokens,
-            step.seconds + waited_s,
+            tokens,
+            seconds + waited_s,
             first=first,
             by_lookups=now.by_lookups,
-            rows_s=self._round_rows_s(step, len(drawing)),
+            rows_s=rows_s,
         )
 
 
@@ -129,14 +129,8 @@ class InlineSchedule(CostAwareSchedule):
 
     def _round_pays(self, now: DraftFrontier, drawing: Sequence[DraftedRequest], drafting_s: float) -> bool:
         """A round costs its own time, and that of one more row for each request."""
-        step = forecast_step(drawing, self._cost)
-        return self._round_policy.pays(
-            now.deepest,
-            step.tokens,
-            step.seconds + drafting_s,
-            now.covered_by_lookups,
-            self._round_rows_s(step, len(drawing)),
-        )
+        tokens, seconds, rows_s = self._forecast(drawing)
+        return self._round_policy.pays(now.deepest, tokens, seconds + drafting_s, now.covered_by_lookups, rows_s)
 
 
 def make_draft_schedule(concurrent: bool, lockstep: bool, cost: StepCost, clock: Clock) -> DraftSchedule:
@@ -144,33 +138,6 @@ def make_draft_schedule(concurrent: bool, lockstep: bool, cost: StepCost, clock:
     if lockstep:
         return LockstepSchedule(clock)
     return StreamedSchedule(cost, clock) if concurrent else InlineSchedule(cost, clock)
-
-
-@dataclass(frozen=True, slots=True)
-class StepForecast:
-    """What a step would do with the nodes at hand."""
-
-    tokens: float
-    """Expected committed tokens."""
-    nodes: int
-    """Nodes it would verify."""
-    seconds: float
-
-
-def forecast_step(drawing: Sequence[DraftedRequest], cost: StepCost) -> StepForecast:
-    """The forecast of a step that runs these requests, all of which draw a token."""
-    paths: list[float] = []
-    for request in drawing:
-        paths += map(request.tree.path_log_probs.__getitem__, request.candidate_nodes())
-    paths.sort(reverse=True)
-    probabilities = list(map(math.exp, paths))
-    rows = len(drawing)
-    count = nodes_to_verify(probabilities, rows, rows, len(probabilities), cost)
-    return StepForecast(
-        tokens=rows + sum(probabilities[:count]),
-        nodes=count,
-        seconds=cost(rows + count, count),
-    )
 
 
 @dataclass(frozen=True, slots=True)

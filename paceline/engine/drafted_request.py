@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from paceline.config import SpeculativeConfig
 from paceline.core.policy.calibration import Calibration
@@ -87,6 +87,27 @@ class DraftedRequest:
         """The nodes that one step may verify, best first."""
         depth = self.depth_allowed()
         return self.tree.best(self.max_nodes, depth) if depth > 0 else []
+
+    def observe_outcomes(
+        self, accepted: Sequence[int], tokens: Sequence[int], among: Container[int] | None = None
+    ) -> list[tuple[int, bool]]:
+        """Calibrate the drafts' probabilities by what a step draws, before `commit`.
+
+        `tokens`: to be committed. `accepted`: nodes that carry all of them but perhaps the last. Learns from all nodes
+        whose parent was drawn, or from those `among`. Returns each cell of the own draft and whether it was drawn.
+        """
+        samples = []
+        for node, source, cell, was_drawn in self.tree.outcomes(accepted, tokens):
+            if among is None or node in among:
+                self.calibrations[source].observe(cell, was_drawn)
+                if source == OWN_DRAFT_SOURCE:
+                    samples.append((cell, was_drawn))
+        return samples
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """`tokens` are final: the last of them becomes the root of the tree."""
+        self.tokens += tokens
+        self.tree.commit(tokens)
 
     def limit(self, config: SpeculativeConfig, depth_factor: int) -> Limit:
         """How far the draft may grow the tree now; see `opening`."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from itertools import count
 
-import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SpeculativeConfig
@@ -20,35 +19,28 @@ from paceline.core.log_probabilities import log_probs
 from paceline.core.logits_rules import History
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
-from paceline.core.sampling import is_finite
 from paceline.core.strategies import make_verifier
 from paceline.core.tree import ROOT, TokenTree
 from paceline.core.verify import Verdict
-from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import Clock, make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
-from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT, HiddenStates
-from paceline.engine.prompt_scores import score_prompts
+from paceline.engine.model_pass import ModelPass, PassResult
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
 from paceline.engine.slot_pool import SlotPool
+from paceline.engine.step_meter import StepMeter
 from paceline.grammar.grammar_state import GrammarCompiler
 from paceline.messages import (
     Delta,
     EngineLoad,
     FinishReason,
     GenerationRequest,
-    LogProbs,
-    PromptLogProbs,
-    SpeculationStats,
     VerifiedTree,
 )
 from paceline.model.model import Model
-from paceline.model.row_probe import finish
-from paceline.model.rows import Row
-from paceline.telemetry.step_stats import StatsTimer, StepStats
+from paceline.telemetry.step_stats import StepStats
 
 log = logging.getLogger(__name__)
 
@@ -75,45 +67,36 @@ class Engine:
         sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(lookup_clients))
         self.calibrations = {(source, greedy): Calibration() for source in sources for greedy in (True, False)}
         """By source, and by whether the request is greedy: noise changes what a draft's probabilities mean."""
-        self.hidden_layers = tuple(draft_client.hidden_state_layers)
-        """Layers whose hidden states are kept for drafts."""
         self.rows_per_s = config.max_num_batched_rows / cost(config.max_num_batched_rows)
         """Of full passes."""
-        self.last_step = StepStats(0.0, 0, 0, 0, model.slots)
-        self.stats_due = False
-        """Whether the last step's deltas carry statistics. Final deltas always do."""
         self._speculative_config = speculative_config
         self._methods = (speculative_config.method, *speculative_config.beside)
         """By source of a node."""
         self._strategy = speculative_config.strategy
-        self._verifier = make_verifier(speculative_config)
         if self._strategy.warning:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.warning)
         self._clock = clock
-        self._cost = StepCost(cost)
+        self._meter = StepMeter(cost, model.slots, clock)
         lockstep = speculative_config.draft_schedule == "lockstep"
         self._draft_client = draft_client
         self._draft_manager = DraftManager(
             draft_client,
             lookup_clients,
             speculative_config,
-            make_draft_schedule(draft_client.concurrent, lockstep, self._cost, clock),
+            make_draft_schedule(draft_client.concurrent, lockstep, self._meter.cost, clock),
             model.vocabulary_size,
             clock,
+            self._gather_hidden_states,
         )
         self._grammars = grammars or GrammarCompiler.of(model.name, model.vocabulary_size)
-        self._hidden = HiddenStates(model.slots)
-        node_cost = self._cost if speculative_config.row_budget else StepCost(FREE_ROWS)
+        self._pass = ModelPass(model, make_verifier(speculative_config), draft_client.hidden_state_layers, clock)
+        node_cost = self._meter.cost if speculative_config.row_budget else StepCost(FREE_ROWS)
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), node_cost)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
         self._next_key = count(1)
         self._ended: list[Delta] = []
         """Final deltas of requests that ended between steps."""
-        self._stats_timer = StatsTimer()
-        self._pass_s = 0.0
-        """Of the last pass."""
-        self._reset_counters()
 
     @property
     def busy(self) -> bool:
@@ -121,10 +104,22 @@ class Engine:
         return bool(self._requests or self._ended)
 
     @property
+    def stats_due(self) -> bool:
+        """Whether the last step's deltas carry statistics. Final deltas always do."""
+        return self._meter.stats_due
+
+    @property
+    def last_step(self) -> StepStats:
+        return self._meter.last_step
+
+    @property
     def load(self) -> EngineLoad:
         """As of the last step."""
         last = self.last_step
         return EngineLoad(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
+
+    def _gather_hidden_states(self, key: int, start: int, stop: int) -> Tensor:
+        return self._pass.hidden_states.gather(self._requests[key].slot_table.slots[start:stop])
 
     def start_calibration(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from the calibration counts of other engines, by cell."""
@@ -154,28 +149,50 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Run one forward pass, if there is anything to run, and return the new deltas."""
-        start = self._clock()
-        self._start_compiled(may_wait=True)
+        self._meter.begin()
+        self._receive()
+        batch = self._schedule()
         deltas, self._ended = self._ended, []
-        self.stats_due = self._stats_timer.due(start)
-        self._draft_manager.receive_growth(self._requests, self._scheduler.expected_to_draw())
-        if (layers := tuple(self._draft_client.hidden_state_layers)) != self.hidden_layers:
-            self._change_hidden_layers(layers)
-        received = self._clock()
-        batch = self._scheduler.schedule()
-        self._draft_manager.find_drafts(self._scheduler.running)  # before the pass: drafts can start with the prompt
-        only_draws = all(each.only_draws for each in batch)
-        drawing = [each.request for each in batch] if only_draws else []
-        nodes = sum(len(each.nodes) for each in batch)
         if batch:
-            deltas += self._run_step(batch)
-            overhead = self._draft_overhead_tokens(drawing, self._clock() - start)
-            self._draft_manager.end_step(overhead)
+            deltas += self._commit_all(self._run_and_verify(batch))
+            self._draft_manager.end_step(self._meter.draft_overhead_tokens())
         self._draft_manager.flush()
-        if drawing:
-            self._observe_step_cost(drawing, nodes, self._clock() - received)
-        self._record_step_stats(batch, deltas, self._clock() - start)
+        self._meter.end(deltas, self._scheduler, self._draft_manager)
         return deltas
+
+    def _receive(self) -> None:
+        """Take in requests whose grammars are ready, and growth from drafts."""
+        self._start_compiled(may_wait=True)
+        self._draft_manager.receive_growth(self._requests, self._scheduler.expected_to_draw())
+        if (layers := tuple(self._draft_client.hidden_state_layers)) != self._pass.layers:
+            # Everything is computed again, also the cache: a draft guesses badly where states are missing.
+            self._pass.keep_layers(layers)
+            self._scheduler.recompute_all()
+        self._meter.received()
+
+    def _schedule(self) -> list[ScheduledRequest]:
+        """The rows of the step. Drafts are opened before the pass, so that they can start with the prompt."""
+        batch = self._scheduler.schedule()
+        self._draft_manager.find_drafts(self._scheduler.running)
+        self._meter.scheduled(batch)
+        return batch
+
+    def _run_and_verify(self, batch: Sequence[ScheduledRequest]) -> list[PassResult]:
+        start = self._clock()
+        results = self._pass.run(batch, self._scheduler.pool)
+        self._meter.pass_s = self._pass.seconds
+        seconds = self._clock() - start
+        for each in results:
+            if each.finite:
+                self._record_compute(each.scheduled, start, seconds)
+        return results
+
+    def _record_compute(self, scheduled: ScheduledRequest, start: float, seconds: float) -> None:
+        request = scheduled.request
+        request.times.add(start, seconds)
+        if new := request.record_prefill(scheduled.stop):
+            self._meter.prompt_tokens += new
+            request.cache_blocks(self._scheduler.pool)  # other choices of the same HTTP request have the same prompt
 
     def reset(self) -> None:
         """Forget every request and all slots without final deltas, after a step failed half-way."""
@@ -274,119 +291,61 @@ class Engine:
         del self._requests[request.key], self._keys[request.id]
         self._draft_manager.close(request)
 
-    # One forward pass.
-
-    def _run_step(self, batch: Sequence[ScheduledRequest]) -> list[Delta]:
-        """Run the batch's rows, verify, and commit."""
-        start = self._clock()
-        rows: list[Row] = []
-        sampled: list[int] = []
-        scored: list[int] = []
-        for each in batch:
-            first = len(rows) - each.start  # where the row of the request's first token would be
-            scored += [first + i for i in each.scored_rows]
-            rows += each.model_rows()
-            if each.draws:
-                sampled += range(len(rows) - 1 - len(each.nodes), len(rows))
-        began = self._clock()
-        output = self.model.run(rows, [*sampled, *scored], self.hidden_layers)
-        finish(output.logits)
-        self._pass_s = self._clock() - began
-        if output.hidden is not None:
-            self._hidden.store([row.slot for row in rows], output.hidden)
-        logits, prompt_logits = output.logits[: len(sampled)], output.logits[len(sampled) :]
-        deltas: list[Delta] = []
-        if not is_finite(output.logits):
-            batch, logits, prompt_logits, deltas = self._fail_not_finite(batch, logits, prompt_logits)
-        verdicts = self._verifier.verify(logits, [each.verification_input() for each in batch if each.draws])
-        prompt_log_probs = score_prompts(batch, prompt_logits)
-        seconds = self._clock() - start
-        for each in batch:
-            self._record_compute(each, start, seconds)
-        return deltas + self._commit_all(batch, logits, verdicts, prompt_log_probs)
-
-    def _fail_not_finite(
-        self, batch: Sequence[ScheduledRequest], logits: Tensor, prompt_logits: Tensor
-    ) -> tuple[list[ScheduledRequest], Tensor, Tensor, list[Delta]]:
-        """End the requests whose root or prompt has logits that are not finite.
-
-        If only nodes have such logits, the nodes are dropped: the target may never draw them. Returns the rest of the
-        batch with its logits, and deltas.
-        """
-        sizes = [1 + len(each.nodes) if each.draws else 0 for each in batch]
-        scored = [len(each.scored_rows) for each in batch]
-        left, parts, prompt_parts, deltas = [], [logits[:0]], [prompt_logits[:0]], []
-        for each, part, prompt_part in zip(batch, logits.split(sizes), prompt_logits.split(scored), strict=True):
-            prompt_is_finite = is_finite(prompt_part)
-            if not (prompt_is_finite and is_finite(part)):
-                self._scheduler.pool.return_slots(each.slots)
-                each.nodes, each.slots, part = [], [], part[:1]
-            if prompt_is_finite and is_finite(part):
-                left.append(each)
-                parts.append(part)
-                prompt_parts.append(prompt_part)
-                continue
-            delta = Delta(each.request.id, finish_reason=FinishReason.ERROR, error=NOT_FINITE_ERROR)
-            self._finish(each.request, delta, cached=False)
-            deltas.append(delta)
-        return left, torch.cat(parts), torch.cat(prompt_parts), deltas
-
-    def _record_compute(self, scheduled: ScheduledRequest, start: float, seconds: float) -> None:
-        request = scheduled.request
-        request.times.started = start if request.times.started is None else request.times.started
-        request.times.compute_s += seconds
-        if new := request.record_prefill(scheduled.stop):
-            self._prompt_tokens += new
-            request.cache_blocks(self._scheduler.pool)  # other choices of the same HTTP request have the same prompt
-
     # Accepted and bonus tokens become final.
 
-    def _commit_all(
-        self,
-        batch: Sequence[ScheduledRequest],
-        logits: Tensor,
-        verdicts: Sequence[Verdict],
-        prompt_log_probs: Sequence[list[PromptLogProbs]],
-    ) -> list[Delta]:
-        """`verdicts`: of the requests that draw, in order.
-
-        `prompt_log_probs`: what each request of the batch sends of its prompt.
-        """
+    def _commit_all(self, results: Sequence[PassResult]) -> list[Delta]:
         deltas = []
-        row, verdict = 0, iter(verdicts)  # `row`: the first row of the next request in `logits`
-        for scheduled, scores in zip(batch, prompt_log_probs, strict=True):
-            if self.hidden_layers:
-                self._send_hidden_states(scheduled)
-            if scheduled.draws:
-                delta = self._commit(scheduled, next(verdict), logits, row)
-                row += 1 + len(scheduled.nodes)
-            elif scheduled.complete:
-                delta = self._end(scheduled.request, FinishReason.LENGTH)  # it wants no output
-            elif scores:
-                delta = Delta(scheduled.request.id)
-            else:
-                continue
-            delta.prompt_log_probs = scores
-            deltas.append(delta)
+        for result in results:
+            if (delta := self._commit(result)) is not None:
+                delta.prompt_log_probs = result.prompt_log_probs
+                deltas.append(delta)
         return deltas
 
-    def _commit(self, scheduled: ScheduledRequest, verdict: Verdict, logits: Tensor, row: int) -> Delta:
-        """`row`: of the root in `logits`; those of its nodes follow."""
-        request = scheduled.request
+    def _commit(self, result: PassResult) -> Delta | None:
+        """Commit what a pass brought one request. None: nothing that its client wants."""
+        scheduled, request = result.scheduled, result.scheduled.request
+        if not result.finite:
+            delta = Delta(request.id, finish_reason=FinishReason.ERROR, error=NOT_FINITE_ERROR)
+            self._finish(request, delta, cached=False)
+            return delta
+        self._draft_manager.send_hidden_states(request, scheduled.stop - scheduled.draws)
+        if result.verdict is not None:
+            return self._commit_verdict(result, result.verdict)
+        if scheduled.complete:
+            return self._end(request, FinishReason.LENGTH)  # it wants no output
+        return Delta(request.id) if result.prompt_log_probs else None
+
+    def _commit_verdict(self, result: PassResult, verdict: Verdict) -> Delta:
+        scheduled, request = result.scheduled, result.scheduled.request
         tokens, reason = request.truncate_at_end(verdict.tokens(request.tree))
-        accepted_nodes = verdict.accepted[: len(tokens)]
-        self._record_acceptance(scheduled, tokens, accepted_nodes)
+        accepted = verdict.accepted[: len(tokens)]
+        self._record_acceptance(scheduled, tokens, accepted)
+        delta = self._new_delta(scheduled, tokens, accepted, reason)
         # The last token becomes the root, whose row is yet to be run: it keeps no slot, be it an accepted node's.
-        drawn_at = self._keep_accepted(scheduled, accepted_nodes[: len(tokens) - 1])
-        delta = self._new_delta(scheduled, tokens, accepted_nodes, reason)
-        delta.log_probs = self._log_probs(request, logits, [row + i for i in drawn_at], tokens)
-        self._commit_at_drafts(request, tokens, accepted_nodes)
-        request.commit(tokens, self._clock())  # last: it moves the root of the tree
+        drawn_at = scheduled.keep_slots(accepted[: len(tokens) - 1], self._scheduler.pool)
+        if (params := request.generation_request.sampling).logprobs is not None:
+            delta.log_probs = log_probs(result.logits[drawn_at], tokens, params.logprobs, params.logprob_token_ids)
+        self._draft_manager.commit(request, tokens, accepted)
+        request.commit(tokens)  # last: it moves the root of the tree
+        request.times.commit(self._clock())
         if reason is not None:
             self._finish(request, delta)
         elif request.grammar is not None and not request.grammar.ready:
             self._scheduler.recompile(request)
         return delta
+
+    def _record_acceptance(self, scheduled: ScheduledRequest, tokens: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count the verified nodes, and calibrate the drafts' probabilities.
+
+        If tokens do not depend on the draft, calibration also learns from nodes without a row: underrated nodes get no
+        row, so their rating would never recover.
+        """
+        request, nodes = scheduled.request, scheduled.nodes
+        reached = request.tree.height(nodes)
+        for stats in (request.stats, self._meter.speculation):
+            stats.record(len(nodes), reached, len(accepted))
+        among = None if self._strategy.drafter_invariant else nodes
+        self._meter.calibration_samples += request.observe_outcomes(accepted, tokens, among)
 
     def _new_delta(
         self, scheduled: ScheduledRequest, tokens: list[int], accepted_nodes: Sequence[int], reason: FinishReason | None
@@ -394,43 +353,13 @@ class Engine:
         request, count = scheduled.request, len(accepted_nodes)
         accepted = [True] * count + [False] * (len(tokens) - count)
         delta = Delta(request.id, tokens, accepted, finish_reason=reason)
-        if self.stats_due or reason is not None:
+        if self._meter.stats_due or reason is not None:
             delta.speculation = request.stats.snapshot()
         if reason is FinishReason.ERROR:
             delta.error = request.grammar_error(tokens)
         if request.generation_request.return_tree:
             delta.trees = [self._verified_tree(scheduled, accepted_nodes)]
         return delta
-
-    def _commit_at_drafts(self, request: Request, tokens: Sequence[int], accepted_nodes: Sequence[int]) -> None:
-        """Send the drafts what a step commits.
-
-        They get the last tokens of a request, too: some learn from them for other requests.
-        """
-        base = len(request.tokens) - 1
-        from_draft = [request.tree.sources[node] for node in accepted_nodes].count(OWN_DRAFT_SOURCE)
-        self._draft_manager.record_accepted(request, from_draft)
-        hidden_states = self._commit_hidden_states(request, base)
-        self._draft_manager.commit(request, Commit(request.key, base, tokens, len(accepted_nodes), hidden_states))
-
-    def _record_acceptance(
-        self, scheduled: ScheduledRequest, tokens: Sequence[int], accepted_nodes: Sequence[int]
-    ) -> None:
-        """Count the verified nodes, and calibrate the drafts' probabilities.
-
-        If tokens do not depend on the draft, calibration also learns from nodes without a row: underrated nodes get no
-        row, so their rating would never recover.
-        """
-        tree, nodes = scheduled.request.tree, scheduled.nodes
-        reached = tree.height(nodes)
-        for stats in (scheduled.request.stats, self._step_speculation):
-            stats.record(len(nodes), reached, len(accepted_nodes))
-        learn_from_all, calibrations = self._strategy.drafter_invariant, scheduled.request.calibrations
-        for node, source, cell, was_drawn in tree.outcomes(accepted_nodes, tokens):
-            if learn_from_all or node in nodes:
-                calibrations[source].observe(cell, was_drawn)
-                if source == OWN_DRAFT_SOURCE:
-                    self._calibration_samples.append((cell, was_drawn))
 
     def _verified_tree(self, scheduled: ScheduledRequest, accepted_nodes: Sequence[int]) -> VerifiedTree:
         """The step's nodes, numbered by their rows."""
@@ -442,100 +371,3 @@ class Engine:
             accepted=[node in accepted_nodes for node in nodes],
             methods=[self._methods[tree.sources[node]] for node in nodes],
         )
-
-    def _keep_accepted(self, scheduled: ScheduledRequest, path: Sequence[int]) -> list[int]:
-        """Keep the slots of accepted nodes on the path to the last committed token; return the others.
-
-        The result says which of the request's rows each committed token was drawn from: 0 is the root's, i + 1 that of
-        node i.
-        """
-        if not scheduled.nodes:
-            return [0]
-        kept = [scheduled.nodes.index(node) for node in path]
-        scheduled.request.slot_table.slots.extend([scheduled.slots[i] for i in kept])
-        self._scheduler.pool.return_slots([slot for i, slot in enumerate(scheduled.slots) if i not in kept])
-        return [0, *(i + 1 for i in kept)]
-
-    def _log_probs(
-        self, request: Request, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
-    ) -> list[LogProbs]:
-        params = request.generation_request.sampling
-        if params.logprobs is None:
-            return []
-        return log_probs(logits[list(rows)], tokens, params.logprobs, params.logprob_token_ids)
-
-    # Hidden states for drafts.
-
-    def _send_hidden_states(self, scheduled: ScheduledRequest) -> None:
-        """Send the draft the hidden states before the root that it lacks; the root's come with the commit.
-
-        After a hit in the prefix cache, a move to another draft or a pause, these are all missing states, up to
-        `MAX_HIDDEN_STATES_SENT` positions a step.
-        """
-        request = scheduled.request
-        start = request.hidden_states_sent
-        stop = min(scheduled.stop - scheduled.draws, start + MAX_HIDDEN_STATES_SENT)
-        if request.draft_active and start < stop:
-            states = self._hidden.gather(request.slot_table.slots[start:stop])
-            self._draft_manager.context(Context(request.key, start, states))
-            request.hidden_states_sent = stop
-
-    def _commit_hidden_states(self, request: Request, base: int) -> Tensor | None:
-        """Hidden states of the root at `base` and the accepted tokens.
-
-        None if the draft lacks earlier states or is paused: then `_send_hidden_states` sends them later.
-        """
-        if not self.hidden_layers or request.paused or request.hidden_states_sent < base:
-            return None
-        request.hidden_states_sent = len(request.slot_table)
-        return self._hidden.gather(request.slot_table.slots[base:])
-
-    def _change_hidden_layers(self, layers: tuple[int, ...]) -> None:
-        """Keep the hidden states of other layers for a new draft.
-
-        Everything is computed again, also the cache: a draft guesses badly where states are missing.
-        """
-        self.hidden_layers = layers
-        self._hidden.clear()
-        self._scheduler.recompute_all()
-
-    # Costs and statistics.
-
-    def _draft_overhead_tokens(self, drawing: Sequence[Request], seconds: float) -> float:
-        """Tokens that drafting cost each drafted request, in a step that took `seconds`.
-
-        `drawing`: its requests if it computed no prompt tokens, else none.
-        """
-        drafted = sum(request.draft_active for request in drawing)
-        return self._cost.tokens_lost(len(drawing), seconds) / drafted if drafted else 0.0
-
-    def _observe_step_cost(self, drawing: Sequence[Request], nodes: int, seconds: float) -> None:
-        """`seconds`: of the step after growth was received."""
-        self._cost.passes.observe(len(drawing) + nodes, self._pass_s)
-        self._cost.observe(len(drawing) + nodes, seconds, nodes)
-        if not nodes:
-            self._cost.observe_plain(len(drawing), seconds, drafted=any(request.draft_active for request in drawing))
-
-    def _record_step_stats(self, batch: Sequence[ScheduledRequest], deltas: Sequence[Delta], seconds: float) -> None:
-        self.last_step = StepStats(
-            seconds,
-            rows=sum(each.stop - each.start + len(each.nodes) for each in batch),
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            free_slots=self._scheduler.pool.free,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=sum(len(delta.tokens) for delta in deltas),
-            preemptions=self._scheduler.preemptions,
-            speculation=self._step_speculation,
-            nodes_received=self._draft_manager.received,
-            nodes_grafted=self._draft_manager.grafted,
-            calibration_samples=self._calibration_samples,
-        )
-        self._reset_counters()
-
-    def _reset_counters(self) -> None:
-        """Start counting for the next step."""
-        self._prompt_tokens = 0
-        self._step_speculation = SpeculationStats()
-        self._calibration_samples: list[tuple[int, bool]] = []
-        self._scheduler.preemptions = self._draft_manager.received = self._draft_manager.grafted = 0

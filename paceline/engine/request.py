@@ -8,16 +8,43 @@ target draw.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from paceline.core.logits_rules import History
 from paceline.core.policy.calibration import Calibration
 from paceline.core.tree import TokenTree
 from paceline.engine.drafted_request import DraftedRequest
-from paceline.engine.request_times import RequestTimes
 from paceline.engine.slot_pool import BLOCK_SIZE, Block, SlotPool
 from paceline.grammar.grammar_state import GrammarState
-from paceline.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, Usage
+from paceline.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, Timings, Usage
 from paceline.model.rows import SlotTable
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When an engine did what for one request, by its clock, in seconds."""
+
+    arrived: float
+    started: float | None = None
+    """When its first rows ran."""
+    first_token: float | None = None
+    """When it had its first token from this engine."""
+    compute_s: float = 0.0
+
+    def add(self, start: float, seconds: float) -> None:
+        """Rows of the request ran for `seconds`, from `start` on."""
+        self.started = start if self.started is None else self.started
+        self.compute_s += seconds
+
+    def commit(self, now: float) -> None:
+        """It had tokens."""
+        self.first_token = now if self.first_token is None else self.first_token
+
+    def timings(self, now: float) -> Timings:
+        """Of a request that ends now."""
+        started = now if self.started is None else self.started
+        prefill_s = 0.0 if self.first_token is None else self.first_token - started
+        return Timings(started - self.arrived, self.compute_s, now - self.arrived, prefill_s)
 
 
 class Request(DraftedRequest):
@@ -112,13 +139,9 @@ class Request(DraftedRequest):
         """The slots outside shared blocks."""
         return self.slot_table.slots[len(self.shared_blocks) * BLOCK_SIZE :]
 
-    def commit(self, tokens: Sequence[int], now: float) -> None:
-        """`tokens` are final: the last of them becomes the root of the tree."""
-        self.tokens += tokens
+    def commit(self, tokens: Sequence[int]) -> None:
+        super().commit(tokens)
         self.history.extend(tokens)
-        self.tree.commit(tokens)
-        if self.times.first_token is None:
-            self.times.first_token = now
 
     # The end.
 

@@ -11,14 +11,13 @@ and moves no other client's requests.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig
 from paceline.core.logits_rules import SamplingRow
-from paceline.core.policy.step_cost import StepCost, nodes_to_verify
+from paceline.core.policy.step_cost import RowChoice, StepCost
 from paceline.core.strategies import VerificationInput
 from paceline.core.tree import ROOT
 from paceline.engine.request import Request
@@ -52,6 +51,11 @@ class ScheduledRequest:
         return self.complete and self.request.max_tokens > 0
 
     @property
+    def drawn_rows(self) -> int:
+        """How many of its rows, the last ones, are drawn from: those of the root and of the nodes."""
+        return 1 + len(self.nodes) if self.draws else 0
+
+    @property
     def only_draws(self) -> bool:
         """Whether it computes no prompt tokens: the root is the only token that is run."""
         return self.draws and self.stop - self.start == 1
@@ -71,6 +75,18 @@ class ScheduledRequest:
             branch = branches[node] = [*branches[tree.parents[node]], slot]
             rows.append(slot_table.branch_row(tree.tokens[node], branch))
         return rows
+
+    def keep_slots(self, accepted: Sequence[int], pool: SlotPool) -> list[int]:
+        """Keep the slots of accepted nodes; return the others to `pool`.
+
+        The result says which of the drawn rows each committed token comes from: 0 is the root's, i + 1 that of node i.
+        """
+        if not self.nodes:
+            return [0]
+        kept = [self.nodes.index(node) for node in accepted]
+        self.request.slot_table.slots.extend([self.slots[i] for i in kept])
+        pool.return_slots([slot for i, slot in enumerate(self.slots) if i not in kept])
+        return [0, *(i + 1 for i in kept)]
 
     def verification_input(self) -> VerificationInput:
         """The verifier's input, if the request draws."""
@@ -276,24 +292,12 @@ class Scheduler:
 
     def _add_draft_nodes(self, batch: Sequence[ScheduledRequest], rows: int) -> None:
         """Verify the best nodes over all requests, within the rows and slots that are left."""
-        candidates = [(each, each.request.candidate_nodes()) for each in batch if each.draws]
+        drawing = [each for each in batch if each.draws]
         needed = sum(each.stop - each.start for each in batch)
         most = min(rows, self.pool.free)
-        paths: list[float] = []
-        for each, nodes in candidates:
-            paths += map(each.request.tree.path_log_probs.__getitem__, nodes)
-        paths.sort(reverse=True)
-        if not paths:
-            return
-        probabilities = list(map(math.exp, paths))
-        count = nodes_to_verify(probabilities, len(candidates), needed, most, self._cost)
-        if not count:
-            return
-        least, slots = paths[count - 1], self.pool.allocate(count)
-        for each, nodes in candidates:  # best first, so parents are taken before their children
-            path_log_probs = each.request.tree.path_log_probs
-            for node in nodes:
-                if not slots or path_log_probs[node] < least:
-                    break
-                each.nodes.append(node)
-                each.slots.append(slots.pop())
+        candidates = [(each.request.tree, each.request.candidate_nodes()) for each in drawing]
+        choice = RowChoice(candidates, self._cost, needed, most)
+        if choice.count:
+            slots = self.pool.allocate(choice.count)
+            for each, nodes in zip(drawing, choice.nodes(), strict=True):
+                each.nodes, each.slots = nodes, [slots.pop() for _ in nodes]

@@ -7,7 +7,6 @@ by what a row costs. A fault of any of them is logged, and then there are no dra
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,15 +18,13 @@ from torch import Tensor
 
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.policy.calibration import Calibration
-from paceline.core.policy.step_cost import FREE_ROWS, StepCost, nodes_to_verify
+from paceline.core.policy.step_cost import FREE_ROWS, RowChoice, StepCost
 from paceline.core.tree import TokenTree
 from paceline.drafting import build_lookups
-from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient, LocalDraftClient
-from paceline.engine.draft_manager import DraftManager
+from paceline.engine.draft_manager import DraftManager, GatherHiddenStates
 from paceline.engine.draft_schedule import make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
-from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
 from paceline.launcher import Backoff
 from paceline.messages import GenerationRequest
@@ -44,8 +41,6 @@ GREEDY_ROW = RowDescription(SamplingParams(temperature=0.0))
 """Of draws with noise that drafts cannot predict: they guess the likeliest tokens."""
 
 DescribeRow = Callable[[int], RowDescription]
-GatherHiddenStates = Callable[[int, int, int], Tensor]
-"""(row, start, stop) → hidden states of these positions of a row, [positions, layers, hidden size]."""
 
 
 class DraftLinks(Protocol):
@@ -109,7 +104,7 @@ class PooledDrafts:
         self._describe, self._strategy = describe, "coupled"
 
     def read_hidden_states(self, gather: GatherHiddenStates) -> None:
-        """Send hidden states to drafts that read them. Before `start`."""
+        """Send hidden states, gathered by row, to drafts that read them. Before `start`."""
         self._gather = gather
 
     def propose(self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds) -> list[list[int]]:
@@ -146,7 +141,12 @@ class PooledDrafts:
             make_draft_schedule(concurrent=True, lockstep=False, cost=self._cost, clock=self._clock),
             self._vocabulary_size,
             self._clock,
+            self._gather and self._gather_by_request,
         )
+
+    def _gather_by_request(self, key: int, start: int, stop: int) -> Tensor:
+        assert self._gather is not None
+        return self._gather(self._batch.requests[key].row, start, stop)
 
     def _stop(self) -> None:
         """Give up all requests, and the client; try again after a while."""
@@ -163,10 +163,11 @@ class PooledDrafts:
         drawing = [request for request, drawn in zip(requests, sampled, strict=True) if drawn]
         for request, missing in rows:
             if missing:
-                self._commit(request, missing, self._committed_states(request, len(missing), drawing))
+                self._commit(request, missing, computed=request in drawing)
         self._observe_step(requests, len(drawing) == len(requests), called_at)
         self._manager.find_drafts(requests)
-        self._send_hidden_states(drawing)
+        for request in drawing:  # of rows that draw, vLLM has computed all states before the root
+            self._manager.send_hidden_states(request, len(request.tokens) - 1)
         self._manager.flush()
         warm = self._measured_steps >= PLAIN_STEPS
         self._manager.receive_growth(self._batch.requests, drawing if warm else [])
@@ -196,41 +197,12 @@ class PooledDrafts:
             addresses=self._links.addresses,
         )
 
-    def _committed_states(self, request: ChainRequest, count: int, drawing: Sequence[ChainRequest]) -> Tensor | None:
-        """Hidden states that the last `count` tokens were drawn from.
-
-        None if the draft lacks earlier states or is paused: then `_send_hidden_states` sends them later.
-        """
-        root = len(request.tokens) - 1
-        if self._gather is None or not self._client.hidden_state_layers:
-            return None
-        if request.paused or request.hidden_states_sent < root or request not in drawing:
-            return None
-        request.hidden_states_sent = root + count
-        return self._gather(request.row, root, root + count)
-
-    def _send_hidden_states(self, drawing: Sequence[ChainRequest]) -> None:
-        """Send drafts the hidden states before the root that they lack. Of rows that draw, vLLM has computed these."""
-        if self._gather is None or not self._client.hidden_state_layers:
-            return
-        for request in drawing:
-            start = request.hidden_states_sent
-            stop = min(len(request.tokens) - 1, start + MAX_HIDDEN_STATES_SENT)
-            if request.draft_active and start < stop:
-                self._manager.context(Context(request.key, start, self._gather(request.row, start, stop)))
-                request.hidden_states_sent = stop
-
-    def _commit(self, request: ChainRequest, drawn: Sequence[int], states: Tensor | None) -> None:
-        """`drawn`: the accepted draft tokens and one more. `states`: see `Commit`."""
-        base, accepted = len(request.tokens) - 1, len(drawn) - 1
-        path = request.tree.match(drawn)
-        for _, source, cell, hit in request.tree.outcomes(path, drawn):
-            self._calibrations[source].observe(cell, hit)
-        from_draft = [request.tree.sources[node] for node in path[:accepted]].count(OWN_DRAFT_SOURCE)
-        request.tokens += drawn
-        request.tree.commit(drawn)
-        self._manager.record_accepted(request, from_draft)
-        self._manager.commit(request, Commit(request.key, base, list(drawn), min(accepted, len(path)), states))
+    def _commit(self, request: ChainRequest, drawn: Sequence[int], *, computed: bool) -> None:
+        """`drawn`: the accepted draft tokens and one more. `computed`: whether vLLM computed their states just now."""
+        accepted = request.tree.match(drawn[:-1])
+        request.observe_outcomes(accepted, drawn)
+        self._manager.commit(request, drawn, accepted, computed=computed)
+        request.commit(drawn)
 
     def _observe_step(self, requests: Sequence[ChainRequest], only_draws: bool, called_at: float) -> None:
         """Judge the drafts. Learn what the last step cost, unless it computed prompts or had other requests."""
@@ -246,13 +218,8 @@ class PooledDrafts:
 
     def _choose(self, drawing: Sequence[ChainRequest]) -> dict[int, list[int]]:
         """The draft tokens that are worth their rows, by request."""
-        chains = [(request, request.candidate_nodes()) for request in drawing]
-        paths = sorted((request.tree.path_log_probs[node] for request, nodes in chains for node in nodes), reverse=True)
-        probabilities = [math.exp(path) for path in paths]
-        count = nodes_to_verify(probabilities, len(drawing), len(drawing), len(paths), self._node_cost)
-        least = paths[count - 1] if count else 0.0
-        chosen: dict[int, list[int]] = {}
-        for request, nodes in chains:
-            tree = request.tree
-            chosen[request.key] = [tree.tokens[node] for node in nodes if count and tree.path_log_probs[node] >= least]
-        return chosen
+        chosen = RowChoice([(request.tree, request.candidate_nodes()) for request in drawing], self._node_cost).nodes()
+        return {
+            request.key: [request.tree.tokens[node] for node in nodes]
+            for request, nodes in zip(drawing, chosen, strict=True)
+        }

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import SpeculativeConfig
+from paceline.engine.draft_manager import GatherHiddenStates
 from paceline.vllm.draft_links import PoolLinks
-from paceline.vllm.pooled_drafts import DescribeRow, GatherHiddenStates, PooledDrafts
+from paceline.vllm.pooled_drafts import DescribeRow, PooledDrafts
 from paceline.vllm.remote_drafts_settings import LinkOptions, RemoteDraftsSettings
 from paceline.vllm.target_facts import TargetFacts, read_target_facts
 

@@ -29,7 +29,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from paceline import __version__
 from paceline.drafting.vocabulary.stable_tokens import common_prefix_length
 from paceline.engine.engine_messages import EngineInfo
-from paceline.engine.request_times import RequestTimes
+from paceline.engine.request import RequestTimes
 from paceline.grammar.lark import PREAMBLE
 from paceline.messages import (
     GRAMMAR_ERROR,
@@ -180,9 +180,7 @@ class VllmEngine:
         rows, drafted = self._scheduler.take_scheduled()
         for request in self._requests.values():
             if request.id in rows:
-                times = request.times
-                times.started = start if times.started is None else times.started
-                times.compute_s += seconds
+                request.times.add(start, seconds)
         total, drawn = SpeculationStats(), 0
         for output in outputs:
             request = self._requests[output.request_id]
@@ -263,8 +261,8 @@ class VllmEngine:
             tokens, reason = [], FinishReason.LENGTH
         new = tokens[start:]
         request.output_tokens += len(new)
-        if new and request.times.first_token is None:
-            request.times.first_token = self._clock()
+        if new:
+            request.times.commit(self._clock())
         prompt_log_probs = _prompt_log_probs(output.prompt_logprobs, request.generation_request)
         if not new and reason is None and not prompt_log_probs:
             return []

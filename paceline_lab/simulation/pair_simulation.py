@@ -21,10 +21,10 @@ from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient
+from paceline.engine.draft_manager import MAX_HIDDEN_STATES_SENT
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
-from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import MessageDispatcher
 from paceline.messages import GenerationRequest
 from paceline.model import ModelOutput

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.config import SamplingParams
 from paceline.core.log_probabilities import log_probs
-from paceline.engine import prompt_scores, scheduler
+from paceline.engine import model_pass, scheduler
 from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.llm import LLM
@@ -149,7 +149,7 @@ def test_how_many_rows_are_scored_at_once_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_SCORED_ROWS", scored)
-    monkeypatch.setattr(prompt_scores, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(model_pass, "SCORED_AT_ONCE", at_once)
     requests = asking()
     target = engine(llama(dtype), drafting("perfect", dtype, 2))
     results = {request.request_id: Delta(request.request_id) for request in requests}

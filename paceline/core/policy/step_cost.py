@@ -9,8 +9,11 @@ Depth and width of the trees, backing off at high load and plain decoding all fo
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, islice, takewhile
+
+from paceline.core.tree import TokenTree
 
 
 class RowCost:
@@ -156,3 +159,44 @@ def nodes_to_verify(
         if rate > best_rate * (1 + TIE_TOLERANCE):
             best, best_rate = count, rate
     return best
+
+
+class RowChoice:
+    """The nodes that a step verifies for the most tokens per second, over all its requests."""
+
+    def __init__(
+        self,
+        candidates: Sequence[tuple[TokenTree, Sequence[int]]],
+        cost: StepCost,
+        rows: int | None = None,
+        most: int | None = None,
+    ) -> None:
+        """`candidates`: for each request that draws, its tree and the nodes it may verify, best first, parents before
+        children. `rows`: rows that the step needs anyway, by default one for each of them. `most`: rows left in the
+        step; None: enough."""
+        self._candidates = candidates
+        self._cost = cost
+        self._rows = len(candidates) if rows is None else rows
+        paths = [tree.path_log_probs[node] for tree, nodes in candidates for node in nodes]
+        paths.sort(reverse=True)
+        probabilities = list(map(math.exp, paths))
+        most = len(paths) if most is None else most
+        self.count = nodes_to_verify(probabilities, len(candidates), self._rows, most, cost) if paths else 0
+        """How many nodes are verified."""
+        self.tokens = len(candidates) + sum(probabilities[: self.count])
+        """Expected committed tokens."""
+        self._least = paths[self.count - 1] if self.count else 0.0
+
+    def seconds(self, more: int = 0) -> float:
+        """Duration of the step with so many nodes more."""
+        nodes = self.count + more
+        return self._cost(self._rows + nodes, nodes)
+
+    def nodes(self) -> list[list[int]]:
+        """The chosen nodes of each request, parents before children; `count` in all."""
+        left, chosen = self.count, []
+        for tree, nodes in self._candidates:
+            best = takewhile(lambda node, paths=tree.path_log_probs: paths[node] >= self._least, nodes)  # type: ignore[misc]
+            chosen.append(list(islice(best, left)))
+            left -= len(chosen[-1])
+        return chosen

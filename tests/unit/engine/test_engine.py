@@ -458,7 +458,7 @@ class TestCosts:
             def observe_plain(self, rows: int, seconds: float, *, drafted: bool = False) -> None:
                 observed.append(("plain", drafted))
 
-        monkeypatch.setattr("paceline.engine.engine.StepCost", Observed)
+        monkeypatch.setattr("paceline.engine.step_meter.StepCost", Observed)
         return observed
 
     def test_step_cost_excludes_prompts_and_waits(self, observed: list[tuple[object, ...]]) -> None:

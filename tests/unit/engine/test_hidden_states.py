@@ -23,8 +23,8 @@ from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.heads.head_speculator import HeadSpeculator
 from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.engine.draft_gate import DraftGate
+from paceline.engine.draft_manager import MAX_HIDDEN_STATES_SENT
 from paceline.engine.engine import Engine
-from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
 from paceline.messages import GenerationRequest
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
@@ -348,7 +348,7 @@ class TestEngine:
         served = Served()
         target = engine(model, served.recorder)
         served.run(target, generation_request("first", 100, 4))
-        monkeypatch.setattr("paceline.engine.engine.MAX_HIDDEN_STATES_SENT", limit)
+        monkeypatch.setattr("paceline.engine.draft_manager.MAX_HIDDEN_STATES_SENT", limit)
         served.run(target, generation_request("second", 100, 30))
         assert served.engine.cached >= 64
         served.check(model)

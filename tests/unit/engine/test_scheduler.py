@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from paceline.config import EngineConfig
 from paceline.core.growth import Growth
-from paceline.core.policy.step_cost import RowCost, StepCost
+from paceline.core.policy.step_cost import RowChoice, RowCost, StepCost
 from paceline.core.tree import ROOT
-from paceline.engine.draft_schedule import draft_frontier, forecast_step
+from paceline.engine.draft_schedule import draft_frontier
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
 from paceline.engine.slot_pool import BLOCK_SIZE, SlotPool
@@ -253,14 +253,18 @@ def test_no_request_is_expected_to_draw_with_a_half_computed_prompt() -> None:
     assert not scheduled.expected_to_draw()
 
 
+def choice(*requests: Request) -> RowChoice:
+    return RowChoice([(each.tree, each.candidate_nodes()) for each in requests], StepCost(FREE))
+
+
 def test_forecast() -> None:
     plain, guessed = request(1, 3), request(2, 3)
     guessed.draft = "somebody"
     guessed.tree.graft(Growth(2, 1, [0, 1], [5, 6], [-0.5, -0.5]), MAX_NODES)
-    frontier = forecast_step([plain, guessed], StepCost(FREE))
-    assert frontier.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
-    assert frontier.nodes == 2
-    assert frontier.seconds == FREE(4)
+    forecast = choice(plain, guessed)
+    assert forecast.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
+    assert forecast.nodes() == [[], [1, 2]]
+    assert forecast.seconds() == FREE(4)
     assert draft_frontier([plain, guessed]).deepest == pytest.approx(0.3679, abs=1e-3)
     assert draft_frontier([plain]).deepest == 0, "it has no draft"
 
@@ -295,7 +299,7 @@ def test_deeper_lookup_nodes_are_not_the_frontier() -> None:
     assert frontier.own == frontier.deepest == pytest.approx(0.9), "one node is from both"
     assert frontier.covered_by_lookups == pytest.approx(0.3), "below the common node"
     assert frontier.by_lookups == pytest.approx(0.3 + 0.15)
-    assert forecast_step([both], StepCost(FREE)).tokens == pytest.approx(1 + 0.9 + 0.3 + 0.15)
+    assert choice(both).tokens == pytest.approx(1 + 0.9 + 0.3 + 0.15)
     again = request(2, 3)
     again.draft = "somebody"
     again.tree.graft(Growth(2, 1, [0, 1], [5, 6], [math.log(0.5)] * 2), MAX_NODES, source=1)

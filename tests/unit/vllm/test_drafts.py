@@ -23,7 +23,7 @@ from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, PollResult
-from paceline.engine.hidden_states import MAX_HIDDEN_STATES_SENT
+from paceline.engine.draft_manager import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
 from paceline.vllm import draft_links, remote_drafts
 from paceline.vllm.batch import MAX_ABSENT_STEPS
