@@ -45,6 +45,7 @@ from paceline.messages import (
     VerifiedTree,
 )
 from paceline.model.model import Model
+from paceline.model.native.native_product import draw_candidates
 from paceline.model.row_probe import finish
 from paceline.model.rows import Row
 from paceline.telemetry.step_stats import StatsTimer, StepStats
@@ -85,7 +86,7 @@ class Engine:
         self._methods = (speculative_config.method, *speculative_config.beside)
         """By source of a node."""
         self._strategy = speculative_config.strategy
-        self._verifier = make_verifier(speculative_config)
+        self._verifier = make_verifier(speculative_config, draw_candidates)
         if self._strategy.warning:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.warning)
         self._clock = clock
