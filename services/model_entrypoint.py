@@ -19,7 +19,7 @@ from paceline.drafting import Speculator, TargetWeightsProvider, build_speculato
 from paceline.ipc.model_process import StartFailed
 from paceline.ipc.pipe import Pipe, PipeClosedError
 from paceline.launcher import FAILED, StartError
-from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.parallel import RankLostError, RendezvousError
 from paceline.model_names import BrokenFileError, ModelNotFoundError
 from paceline.telemetry import logs
 

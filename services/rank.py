@@ -16,7 +16,7 @@ import torch
 
 from paceline.launcher import COULD_NOT_START, FAILED
 from paceline.model.loading import load_shard
-from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.parallel import RankLostError, RendezvousError
 from paceline.model.parallel.rendezvous import join_rank_group
 from paceline.model.tensor_parallel_model import run_rank
 from paceline.model_names import ModelNotFoundError

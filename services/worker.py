@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from paceline.ipc.model_process import ModelProcess
 from paceline.launcher import StartError
 from paceline.state import StateStore, WorkerRecord, WorkerRegistration, open_store
-from paceline.telemetry.metrics_exporter import serve_metrics
+from paceline.telemetry.instruments import serve_metrics
 from paceline.telemetry.tracing import Tracing
 from paceline.tls import Certificates
 from paceline.wire.grpc_server import GrpcServer, Register

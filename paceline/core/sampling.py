@@ -44,10 +44,8 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 Candidates: TypeAlias = tuple[IntArray, npt.NDArray[np.uint32]]
 FindCandidates: TypeAlias = Callable[[FloatArray, npt.NDArray[np.uint32], IntArray, float], Candidates | None]
-
-CANDIDATE_FINDERS: list[FindCandidates] = []
-"""Faster implementations of `_candidates`, registered by `paceline.model`. Each takes the same arguments and
-`ROUNDING_MARGIN`, and returns the same result, or None where it cannot run."""
+"""A faster `_candidates`: it takes the same arguments and `ROUNDING_MARGIN`, and returns the same result, or None where
+it cannot run."""
 
 TOP_P_UNITS = 2**40
 """Probabilities are summed as multiples of 1 / this."""
@@ -59,10 +57,10 @@ LOWEST_TEMPERATURE = 0.01
 """Lower temperatures except 0 are raised to this, as in vLLM: logits divided by less leave float32."""
 
 
-def draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def draw(logits_RV: Tensor, rows: Sequence[SamplingRow], find: FindCandidates | None = None) -> Tensor:
     """The drawn tokens, int64 [R]: the largest of `scores`. Logits of any float type are not modified.
 
-    On CPUs noise is computed only for tokens that can still win, see `_draw_on_cpu`.
+    On CPUs noise is computed only for tokens that can still win, which `find` finds, or numpy.
     """
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
     ruled = any(row.history.has_logits_rules for row in rows)
@@ -74,7 +72,7 @@ def draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     logits = logits_RV.numpy()
     largest_R = logits.argmax(-1)  # several times as fast as torch's
     if noisy:
-        largest_R[noisy] = _draw_on_cpu(logits[noisy], [rows[i] for i in noisy], largest_R[noisy])
+        largest_R[noisy] = _draw_on_cpu(logits[noisy], [rows[i] for i in noisy], largest_R[noisy], find)
     return torch.from_numpy(largest_R)
 
 
@@ -185,7 +183,9 @@ def _add_noise(logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -
     return logits_RV.add_(gumbel(bits_RV))
 
 
-def _draw_on_cpu(x_RV: FloatArray, rows: Sequence[SamplingRow], largest_R: IntArray) -> IntArray:
+def _draw_on_cpu(
+    x_RV: FloatArray, rows: Sequence[SamplingRow], largest_R: IntArray, find: FindCandidates | None
+) -> IntArray:
     """Steps 4 to 6 and the draw, int64 [R], for rows with a temperature above 0, on a CPU.
 
     Overwrites the logits `x_RV` and `largest_R`, their argmax. Typically two or three tokens of a row can win; their
@@ -195,8 +195,8 @@ def _draw_on_cpu(x_RV: FloatArray, rows: Sequence[SamplingRow], largest_R: IntAr
     x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
     _filter(torch.from_numpy(x_RV), rows)
     keys_R2 = np.array([divmod(position_key(row.params.seed, row.position), 2**32) for row in rows], dtype=np.uint32)
-    found = (find(x_RV, keys_R2, largest_R, ROUNDING_MARGIN) for find in CANDIDATE_FINDERS)
-    rivals_N, bits_N = next(filter(None, found), None) or _candidates(x_RV, keys_R2, largest_R)
+    found = find(x_RV, keys_R2, largest_R, ROUNDING_MARGIN) if find is not None else None
+    rivals_N, bits_N = found or _candidates(x_RV, keys_R2, largest_R)
     if len(rivals_N) > len(rows):
         scores_N = x_RV.reshape(-1)[rivals_N] + gumbel(torch.from_numpy(bits_N.astype(np.int64))).numpy()
         rows_N, tokens_N = np.divmod(rivals_N, x_RV.shape[1])

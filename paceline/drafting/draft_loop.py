@@ -18,7 +18,7 @@ from paceline.core.growth import Growth, GrowthBatch
 from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.ipc.pipe import Pipe, PipeClosedError
 from paceline.messages import Timings
-from paceline.telemetry.round_stats import RoundStats
+from paceline.telemetry.step_stats import RoundStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from paceline.messages import (
     VerifiedTree,
 )
 from paceline.model.model import Model
+from paceline.model.native.native_product import draw_candidates
 from paceline.telemetry.step_stats import StepStats
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ class Engine:
             self._gather_hidden_states,
         )
         self._grammars = grammars or GrammarCompiler.of(model.name, model.vocabulary_size)
-        self._pass = ModelPass(model, make_verifier(speculative_config), draft_client.hidden_state_layers, clock)
+        self._pass = ModelPass(
+            model, make_verifier(speculative_config, draw_candidates), draft_client.hidden_state_layers, clock
+        )
         node_cost = self._meter.cost if speculative_config.row_budget else StepCost(FREE_ROWS)
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), node_cost)
         self._requests: dict[int, Request] = {}

@@ -4,7 +4,7 @@ A grammar is text in llguidance's dialect of Lark. `lark` translates JSON schema
 it, so that only one kind goes over the wire. `grammar_state` follows a grammar token by token, and needs numpy.
 """
 
-from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.json_schema import GrammarError
 from paceline.grammar.lark import (
     grammar_from_choices,
     grammar_from_regex,

@@ -26,8 +26,7 @@ from typing import TypeAlias
 
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.grammar.grammar_error import GrammarError
-from paceline.grammar.json_schema import unknown_keywords
+from paceline.grammar.json_schema import GrammarError, unknown_keywords
 from paceline.grammar.lark import LIMITS, PREAMBLE, faulty_part, limit_of, short_error, with_ids_below
 from paceline.launcher import die_with_parent
 

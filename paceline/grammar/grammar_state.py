@@ -12,7 +12,7 @@ output. Only if the replay hits a limit too is it the request's own, and then ev
 finds the same. The replay takes as long as compiling (1 ms, or a second for a hostile grammar) and some µs per token,
 in the compiler's thread: only this request waits. Its own lexer takes up to 40 MB.
 
-A grammar may begin only behind a model's reasoning (`reasoning_gate`). Then parsers see only the tokens behind it.
+A grammar may begin only behind a model's reasoning (`ReasoningGate`). Then parsers see only the tokens behind it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from functools import partial
 from llguidance import LLMatcher, LLParserLimits
 
 from paceline.config import SamplingParams
-from paceline.grammar.grammar_error import GrammarError
 from paceline.grammar.grammar_vocabulary import GrammarVocabulary
+from paceline.grammar.json_schema import GrammarError
 from paceline.grammar.lark import LIMITS, PREAMBLE, limits, short_error
 from paceline.grammar.matcher import GrammarMatcher, Mask, Matcher, consume
-from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
-from paceline.grammar.reasoning_matcher import OpeningMatcher, ReasoningMatcher, reasoning_mask
+from paceline.grammar.reasoning_matcher import ALWAYS, OpeningMatcher, ReasoningGate, ReasoningMatcher, reasoning_mask
 
 CACHED_GRAMMARS = 16
 """Compiled grammars kept. A hostile one takes up to 100 MB, a usual one some megabytes."""

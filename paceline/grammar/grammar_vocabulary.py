@@ -8,7 +8,7 @@ from functools import cached_property
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.json_schema import GrammarError
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer, TokenTexts, token_texts
 

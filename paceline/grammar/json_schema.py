@@ -12,7 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from paceline.grammar.grammar_error import GrammarError
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the message says why."""
+
 
 Node: TypeAlias = dict[str, Any]
 """One schema, an object, in a document of schemas."""

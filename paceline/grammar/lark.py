@@ -1,4 +1,4 @@
-"""Grammars as text: translates what users write into llguidance's dialect of Lark."""
+"""Grammars as text: translates what users write, also llama.cpp's GBNF, into llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from paceline.grammar.gbnf import is_lark, lark_of
-from paceline.grammar.grammar_error import GrammarError
-from paceline.grammar.json_schema import llguidance_schema, unknown_keywords
+from paceline.grammar.json_schema import GrammarError, llguidance_schema, unknown_keywords
 
 PREAMBLE = '%llguidance {"no_forcing": true}\n'
 """Where a grammar forces text, llguidance would allow only one tokenization of it, and not always the same one."""
@@ -134,3 +133,42 @@ _PART = re.compile(
     re.VERBOSE,
 )
 """The parts of Lark in which `<[` may occur."""
+
+
+def is_lark(text: str) -> bool:
+    """Whether a grammar is Lark. GBNF writes `::=` behind a rule's name, and its first rule is `root`."""
+    return re.search(r"(?m)^\s*start\s*:(?!:=)", text) is not None
+
+
+def lark_of(text: str) -> str:
+    """The grammar in Lark. Raises errors of many types if it is no GBNF."""
+    return str(gbnf_to_lark(_GBNF_PART.sub(_readable, text)))
+
+
+def _readable(part: re.Match[str]) -> str:
+    """A part of GBNF as llguidance reads it."""
+    if part["name"]:
+        return f"{part['name']}-rule" if part["name"].lower() == "start" else part["name"]  # Lark's `start` is `root`
+    return part[0] if part["comment"] else _ESCAPE.sub(_character, part[0])
+
+
+def _character(escape: re.Match[str]) -> str:
+    """An escape of a code point as its character; ASCII stays escaped, for it may mean something in a class."""
+    if not (digits := escape["short"] or escape["long"]):
+        return escape[0]
+    code = int(digits, 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise ValueError(f"{escape[0]} is no character")
+    return f"\\x{code:02x}" if code < 0x100 else chr(code)
+
+
+_GBNF_PART = re.compile(
+    r"""
+    (?P<comment>\#[^\r\n]*)
+    | "(?:\\.|[^"\\])*"
+    | \[(?:\\.|[^\]\\])*\]
+    | (?P<name>[\w-]+)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPE = re.compile(r"\\(?:u(?P<short>[0-9a-fA-F]{4})|U(?P<long>[0-9a-fA-F]{8})|.)", re.DOTALL)

@@ -1,7 +1,7 @@
 """A GGUF file as a model, without transformers: its blocks stay packed, and native code multiplies them.
 
 For kinds with Llama's layers, or variants of them. Others are dequantised and run by transformers' code
-(`paceline.model.gguf_loading`).
+(`paceline.model.loading`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of
 from paceline.model.packed_model import FOUR_NORMS, NORMS, PackedModel, PackedNetwork, PackedWeights
 from paceline.model.rope import positions_in
-from paceline.telemetry.load_phases import load_phase
+from paceline.telemetry.logs import load_phase
 from paceline.text import vocabulary_fingerprint
 from paceline.text.gguf_tokenizer import eos_token_ids
 

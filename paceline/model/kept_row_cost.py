@@ -28,7 +28,7 @@ from paceline.model.model import Model, TransformersModel
 from paceline.model.native.build import NativeUnavailableError, native_description
 from paceline.model.numerics import cpu_name
 from paceline.model.row_probe import Measurable, measure_row_cost, quick_row_cost
-from paceline.telemetry.load_phases import load_phase
+from paceline.telemetry.logs import load_phase
 
 WRITE_INTERVAL_S = 180.0
 SECONDS_DIGITS = 4

@@ -24,18 +24,18 @@ from paceline.model.checkpoint import (
     first_sentence,
 )
 from paceline.model.decoder import make_model
-from paceline.model.gguf_loading import model_config, read_gguf
+from paceline.model.device_memory import gigabytes
 from paceline.model.model import Model, ModelInfo, TransformersModel
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
-from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.parallel import RankLostError, RendezvousError
 from paceline.model.quantization import dequantized_weights, is_dequantized_at_load
 from paceline.model.rope import check_rope, fix_rope_frequencies, positions_in
-from paceline.model.transformers_setup import set_up_transformers
+from paceline.model.transformers_setup import model_config, set_up_transformers
 from paceline.model_names import BrokenFileError, ModelNotFoundError, json_object, resolve_model
-from paceline.telemetry.load_phases import load_phase
+from paceline.telemetry.logs import load_phase
 from paceline.text import gguf_tokenizer, vocabulary_fingerprint
-from paceline.text.end_tokens import existing_ends
+from paceline.text.tokenizer import existing_ends
 
 if TYPE_CHECKING:  # a model of one process does not load them
     from paceline.model.parallel.sharding import Sharding, TpPlan
@@ -291,6 +291,24 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
         )
     if sharding is not None:
         sharding.unwrap_dtensors(network)
+    loaded: nn.Module = network
+    return loaded
+
+
+def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The network of a GGUF file, dequantised. Raises `CheckpointError`, or ValueError."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    checkpoint = Checkpoint(path)
+    weights = {name: checkpoint.tensor(name, dtype) for name in checkpoint.names}
+    size = sum(each.nbytes for each in weights.values())
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    network, report = kind.from_pretrained(
+        None, config=config, dtype=dtype, state_dict=weights, output_loading_info=True, local_files_only=True
+    )
+    if faults := sorted([*report["missing_keys"], *report["unexpected_keys"]]):
+        raise GgufError(f"{path} and {kind.__name__} differ in {', '.join(faults[:3])}: its format is not supported")
+    log_once(f"{path.name}: dequantised to {str(dtype).removeprefix('torch.')}: {gigabytes(size)}")
     loaded: nn.Module = network
     return loaded
 

@@ -10,23 +10,19 @@ from contextlib import nullcontext
 import torch
 
 from paceline.config import EngineConfig
-from paceline.core.sampling import CANDIDATE_FINDERS
 from paceline.model.gguf_model import load_packed
 from paceline.model.model import Model, TransformersModel
 from paceline.model.native.build import NativeUnavailableError, native_library
-from paceline.model.native.draw_candidates import draw_candidates
 from paceline.model.row_probe import is_row_invariant
 from paceline.model_names import fake_model, resolve_model
-from paceline.telemetry.load_phases import load_phase
-
-CANDIDATE_FINDERS.append(draw_candidates)
+from paceline.telemetry.logs import load_phase
 
 
 def load(name: str, config: EngineConfig) -> Model:
     """Load the model called `name`, see `paceline.model_names`; with a tensor_parallel_size over 1, as rank 0.
 
     Raises `paceline.model_names.ModelNotFoundError` if there is none, ValueError if it cannot be run here, and the
-    errors of `paceline.model.parallel.rank_errors` if the ranks do not meet.
+    errors of `paceline.model.parallel` if the ranks do not meet.
     """
     location = resolve_model(name)
     if (scheme := fake_model(name)) is not None:

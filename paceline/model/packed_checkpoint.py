@@ -38,7 +38,7 @@ from paceline.model.quantization import (
 )
 from paceline.model.rope import fix_rope_frequencies
 from paceline.model_names import resolve_model
-from paceline.telemetry.load_phases import load_phase
+from paceline.telemetry.logs import load_phase
 from paceline.text import vocabulary_fingerprint
 
 PACKED_FOLDERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})

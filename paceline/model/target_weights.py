@@ -62,7 +62,7 @@ def load_target_weights(
 
     Raises `ModelNotFoundError`, or ValueError if the checkpoint lacks either matrix.
     """
-    from paceline.model.gguf_loading import model_config  # imports transformers
+    from paceline.model.transformers_setup import model_config
 
     folder = Path(resolve_model(model))
     whole = model_config(folder, device)  # no code is needed

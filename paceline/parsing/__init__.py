@@ -3,9 +3,8 @@
 No torch, no web: the gateway and `paceline.LLM` use it. `formats` has a file per family of models.
 """
 
-from paceline.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from paceline.parsing.output_format import OutputFormat, choose_format
-from paceline.parsing.output_parser import OutputParser
+from paceline.parsing.output_format import OutputFormat, OutputParser, choose_format
+from paceline.parsing.text_reader import Content, Event, Reasoning, ToolArguments, ToolCall
 
 __all__ = [
     "Content",

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.parsing.argument_types import PYTHON_TYPES, argument_types
-from paceline.parsing.events import Content, ToolArguments, ToolCall
 from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 QUOTED = re.compile(r'[^"<>\n]+')
@@ -64,20 +63,18 @@ class InvokeTags:
 
 def parse(tags: InvokeTags, arguments: Tags, reader: TextReader, tools: Tools) -> Steps[None]:
     """A model may forget the marker before all calls. Then a tool must have the call's name."""
-    index, section = 0, False
+    section = False
     while marker := (yield from reader.until((tags.section, tags.invoke), Content)):
         section = section or marker == tags.section
         begun = marker == tags.invoke or (yield from reader.skip(tags.invoke))
         name = (yield from reader.run(QUOTED)) if begun else ""
         end = (yield from reader.accept('">', '"/>')) if name in tools or section else ""
         if end == '"/>':
-            reader.commit()
-            yield ToolCall(index, name)
-            yield ToolArguments(index, "{}")
-        elif not end or not (yield from tagged_call(reader, index, name, tools.get(name, {}), arguments)):
+            yield reader.call(name)
+            yield reader.arguments("{}")
+        elif not end or not (yield from tagged_call(reader, name, tools.get(name, {}), arguments)):
             yield Content(reader.since_mark())
             continue
-        index += 1
         yield from reader.skip_closing(tags.section_end)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import NoReturn
 
-from paceline.parsing.events import Event, ToolArguments, ToolCall
-from paceline.parsing.text_reader import Steps, TextReader
-from paceline.parsing.value_scan import ValueScan
+from paceline.parsing.text_reader import Event, Steps, TextReader
 
 NAMES = ("name", "tool_name")
 """Keys under which models write the name of a call."""
@@ -26,14 +25,14 @@ def json_value(reader: TextReader, event: Callable[[str], Event] | None = None) 
     return reader.scan(ValueScan().find_end, event)
 
 
-def call_object(reader: TextReader, index: int) -> Steps[bool]:
+def call_object(reader: TextReader) -> Steps[bool]:
     """`call_fields` of an object that may come next, behind white space."""
     yield from reader.space()
-    return bool((yield from reader.accept("{"))) and (yield from call_fields(reader, index))
+    return bool((yield from reader.accept("{"))) and (yield from call_fields(reader))
 
 
-def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None = None) -> Steps[bool]:
-    """What is behind the "{" of an object with a name and arguments, as the call `index`.
+def call_fields(reader: TextReader, *, names: Collection[str] | None = None) -> Steps[bool]:
+    """What is behind the "{" of an object with a name and arguments, as a call.
 
     `names`: nothing but the object itself says that it is a call, so it needs one of these names, needs arguments, and
     has no unusual keys. False: it is no such object, and there was no event.
@@ -41,9 +40,8 @@ def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None
     name, held = "", ""
     while key := (yield from _key(reader)):
         if key in ARGUMENTS and name:
-            reader.commit()
-            yield ToolCall(index, name)
-            yield from call_arguments(reader, index)
+            yield reader.call(name)
+            yield from call_arguments(reader)
             yield from _skip_to_end(reader)
             return True
         if names is not None and key not in (*ARGUMENTS, *OTHER_KEYS):
@@ -57,28 +55,26 @@ def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None
             held = value
     if not name or (names is not None and not held) or not (yield from reader.accept("}")):
         return False
-    reader.commit()
-    yield ToolCall(index, name)
-    yield ToolArguments(index, _as_object(held or "{}"))
+    yield reader.call(name)
+    yield reader.arguments(_as_object(held or "{}"))
     return True
 
 
-def call_by_name(reader: TextReader, index: int, name: str) -> Steps[bool]:
-    """The call `index` of `name`, if there is a name and the object of its arguments comes next. False: no event."""
+def call_by_name(reader: TextReader, name: str) -> Steps[bool]:
+    """A call of `name`, if there is a name and the object of its arguments comes next. False: no event."""
     if not name or (yield from reader.peek()) != "{":
         return False
-    reader.commit()
-    yield ToolCall(index, name)
-    yield from call_arguments(reader, index)
+    yield reader.call(name)
+    yield from call_arguments(reader)
     return True
 
 
-def call_arguments(reader: TextReader, index: int) -> Steps[None]:
-    """The arguments of the call `index`, as they arrive if they are an object."""
+def call_arguments(reader: TextReader) -> Steps[None]:
+    """The arguments of a call, as they arrive if they are an object."""
     if (yield from reader.peek()) == "{":
-        yield from json_value(reader, lambda text: ToolArguments(index, text))
+        yield from json_value(reader, reader.arguments)
     elif value := (yield from json_value(reader)):
-        yield ToolArguments(index, _as_object(value))
+        yield reader.arguments(_as_object(value))
 
 
 def parse_json(text: str) -> object:
@@ -136,3 +132,51 @@ def _skip_to_end(reader: TextReader) -> Steps[None]:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
+
+
+NO_VALUE = "<`"
+"""Characters that no value has outside quotes: they begin markers, so a model has left out closing brackets."""
+
+
+@dataclass(slots=True)
+class ValueScan:
+    """Finds the end of a text in quotes, of brackets with what is in them, or of a word such as a number.
+
+    `depth`: 1 if an opening bracket was seen before. Afterwards 0 says that all brackets are closed.
+    """
+
+    quotes: str = '"'
+    depth: int = 0
+    quote: str = ""
+    """The quotes that the scan is in."""
+    escaped: bool = False
+
+    def find_end(self, text: str, start: int) -> tuple[int, bool]:
+        """Where in this text the value ends, and whether it does. `start`: of what was not scanned before."""
+        for index in range(start, len(text)):
+            character = text[index]
+            if self.quote:
+                if self._in_quotes(character):
+                    return index + 1, True
+            elif character in self.quotes:
+                self.quote = character
+            elif character in "{[(":
+                self.depth += 1
+            elif character in "}])":
+                self.depth -= 1
+                if self.depth <= 0:
+                    return index + (self.depth == 0), True
+            elif character in NO_VALUE or (not self.depth and (character in ",:" or character.isspace())):
+                return index, True
+        return len(text), False
+
+    def _in_quotes(self, character: str) -> bool:
+        """Whether the value ends with this character of a text in quotes."""
+        if self.escaped:
+            self.escaped = False
+        elif character == "\\":
+            self.escaped = True
+        elif character == self.quote:
+            self.quote = ""
+            return not self.depth
+        return False

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from paceline.parsing.events import Content, Reasoning, ToolCall
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.text_reader import Content, Reasoning, Steps, TextReader, ToolCall
 
 QUOTABLE = re.compile(r"[^|｜]+")
 """Markers of which models think, in the middle of a line. At the beginning of a line they may begin a call."""

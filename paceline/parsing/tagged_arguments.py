@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from paceline.parsing.argument_types import value_json
-from paceline.parsing.events import Content, ToolArguments, ToolCall
 from paceline.parsing.json_text import call_arguments
-from paceline.parsing.text_reader import SPACE, Steps, TextReader
+from paceline.parsing.text_reader import SPACE, Content, Steps, TextReader, ToolArguments
 from paceline.parsing.tool_format import JsonSchema
 
 Ends: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -32,21 +31,20 @@ class Tags:
     """The marker behind the last argument."""
 
 
-def tagged_call(reader: TextReader, index: int, name: str, schema: JsonSchema, tags: Tags) -> Steps[bool]:
-    """The call `index` of `name`, if there is a name and its arguments or its end come next. False: no event.
+def tagged_call(reader: TextReader, name: str, schema: JsonSchema, tags: Tags) -> Steps[bool]:
+    """A call of `name`, if there is a name and its arguments or its end come next. False: no event.
 
     A JSON object in the place of the arguments is read, too: grammars write that.
     """
     yield from reader.space()
     if not name or not ((yield from reader.peek()) == "{" or (yield from reader.next_of(tags.begin, tags.end))):
         return False
-    reader.commit()
-    yield ToolCall(index, name)
+    yield reader.call(name)
     if (yield from reader.peek()) == "{":
-        yield from call_arguments(reader, index)
+        yield from call_arguments(reader)
         yield from reader.skip_closing(tags.end)
     else:
-        yield from _arguments(reader, index, schema, tags)
+        yield from _arguments(reader, schema, tags)
     return True
 
 
@@ -55,23 +53,23 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def argument_value(reader: TextReader, index: int, types: Sequence[str], ends: Ends, *, start: str = "") -> Steps[str]:
+def argument_value(reader: TextReader, types: Sequence[str], ends: Ends, *, start: str = "") -> Steps[str]:
     """A value of these types up to one of these markers, as JSON; a text as it arrives.
 
     `start`: text of it that is consumed already. Returns the marker behind it; "": the end of all text.
     """
     if set(types) == {"string"}:
-        return (yield from text_value(reader, index, ends, start=start))
-    return (yield from _literal(reader, index, types, ends, start))
+        return (yield from text_value(reader, ends, start=start))
+    return (yield from _literal(reader, types, ends, start))
 
 
-def text_value(reader: TextReader, index: int, ends: Ends, *, start: str = "") -> Steps[str]:
+def text_value(reader: TextReader, ends: Ends, *, start: str = "") -> Steps[str]:
     """A text as a JSON string, as it arrives. See `argument_value`."""
 
     def event(text: str) -> ToolArguments:
-        return ToolArguments(index, quoted(text)[1:-1])
+        return reader.arguments(quoted(text)[1:-1])
 
-    yield ToolArguments(index, '"')
+    yield reader.arguments('"')
     yield event(start)
     while marker := (yield from reader.until(tuple(ends), event)):
         before = reader.gap
@@ -79,13 +77,13 @@ def text_value(reader: TextReader, index: int, ends: Ends, *, start: str = "") -
         behind, ended = yield from _end(reader, ends[marker])
         if ended:
             yield event(before)
-            yield ToolArguments(index, '"')
+            yield reader.arguments('"')
             return marker
         yield event(before + marker + behind)
     return ""
 
 
-def _arguments(reader: TextReader, index: int, schema: JsonSchema, tags: Tags) -> Steps[None]:
+def _arguments(reader: TextReader, schema: JsonSchema, tags: Tags) -> Steps[None]:
     """Arguments up to the end of the call. Those that the end of the text cuts off stay open."""
     before, marker = "{", ""
     while marker != tags.end and (yield from _starts(reader, tags.begin)):
@@ -94,17 +92,17 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema, tags: Tags) -
             broken = reader.since_mark()
             cut = not (yield from reader.peek())
             key = broken.removeprefix(tags.begin).strip()
-            yield ToolArguments(index, before + quoted(key)[:-1] if key else "") if cut else Content(broken)
+            yield reader.arguments(before + quoted(key)[:-1] if key else "") if cut else Content(broken)
             return
         reader.commit()
         key, types = argument
-        yield ToolArguments(index, f"{before}{quoted(key)}: ")
+        yield reader.arguments(f"{before}{quoted(key)}: ")
         before = ", "
-        marker = yield from argument_value(reader, index, types, tags.value_ends)
+        marker = yield from argument_value(reader, types, tags.value_ends)
         if not marker:
             return
     if marker == tags.end or (yield from reader.accept(tags.end)):
-        yield ToolArguments(index, "{}" if before == "{" else "}")
+        yield reader.arguments("{}" if before == "{" else "}")
         yield from reader.space()
     else:
         yield from reader.skip_closing(tags.begin, tags.end)
@@ -116,18 +114,18 @@ def _starts(reader: TextReader, marker: str) -> Steps[bool]:
     return bool((yield from reader.accept(marker)))
 
 
-def _literal(reader: TextReader, index: int, types: Sequence[str], ends: Ends, start: str) -> Steps[str]:
+def _literal(reader: TextReader, types: Sequence[str], ends: Ends, start: str) -> Steps[str]:
     """A value that may be something else than a text: it has to be complete. See `argument_value`."""
     parts = [start]
     while True:
         text, marker = yield from reader.text_until(tuple(ends))
         parts.append(text)
         if not marker:
-            yield ToolArguments(index, "".join(parts))
+            yield reader.arguments("".join(parts))
             return ""
         behind, ended = yield from _end(reader, ends[marker])
         if ended:
-            yield ToolArguments(index, value_json("".join(parts), types))
+            yield reader.arguments(value_json("".join(parts), types))
             return marker
         parts.append(marker + behind)
 

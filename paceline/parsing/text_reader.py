@@ -11,10 +11,43 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from paceline.parsing.events import Content, Event
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Some of the text that a model thinks before it answers. An empty text, which formats yield, is its end."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Some of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call begins. `index` counts the calls of one message from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArguments:
+    """Some of the arguments of a call that has begun, as JSON. They are JSON only if the model wrote JSON."""
+
+    index: int
+    text: str
+
+
+Event = Reasoning | Content | ToolCall | ToolArguments
+
 
 T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
@@ -35,6 +68,8 @@ class TextReader:
     """A marker that is no content: `until` consumes it once, with the white space around it."""
     begins_line: bool = True
     """Whether the marker that was found last stands first in its line, but for blanks."""
+    calls: int = 0
+    """Calls that have begun."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -55,6 +90,16 @@ class TextReader:
     def commit(self) -> None:
         """Forget the mark: what was consumed since is accounted for."""
         self._marked = None
+
+    def call(self, name: str) -> ToolCall:
+        """The event of a call that begins here: what was consumed since the mark is accounted for."""
+        self.commit()
+        self.calls += 1
+        return ToolCall(self.calls - 1, name)
+
+    def arguments(self, text: str) -> ToolArguments:
+        """Some of the arguments of the call that began last."""
+        return ToolArguments(self.calls - 1, text)
 
     def since_mark(self) -> str:
         """What was consumed since the mark. Forgets the mark."""

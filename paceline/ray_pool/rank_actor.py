@@ -1,4 +1,7 @@
-"""The actor that Ray runs on a node: it starts one rank's process there and returns its exit code."""
+"""The actor that Ray runs on a node: it starts one rank's process there and returns its exit code.
+
+vLLM places its ranks in the actor's placement group itself: the process joins it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,37 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from paceline.host_port import HostPort, free_address
 from paceline.launcher import die_with_parent
-from paceline.ray_pool.placement import placement_variables
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+GROUP_VARIABLE = "PACELINE_PLACEMENT_GROUP"
+
+
+def placement_variables() -> Mapping[str, str]:
+    """Environment variables for a process of this actor: the cluster's address, and the id of the placement group."""
+    group = ray.util.get_current_placement_group()
+    assert group is not None
+    return {ADDRESS_VARIABLE: ray.get_runtime_context().gcs_address, GROUP_VARIABLE: group.id.hex()}
+
+
+def join_placement_group() -> PlacementGroup | None:
+    """Connect this process to the cluster, as a driver. Returns None if no actor of a replica has started it.
+
+    Actors that it starts run in this process's Python, on all nodes. They end with this process or with the group.
+    """
+    if GROUP_VARIABLE not in os.environ:
+        return None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ray.init(address=os.environ[ADDRESS_VARIABLE], runtime_env={"py_executable": sys.executable})
+    for number, handler in handlers.items():  # Ray replaced them
+        signal.signal(number, handler)
+    return PlacementGroup(ray.PlacementGroupID.from_hex(os.environ[GROUP_VARIABLE]))
 
 
 class RankActor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
@@ -21,6 +21,29 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline.host_port import HostPort
 from paceline.launcher import COULD_NOT_START, Backoff, StartError
 from paceline.ray_pool.rank_actor import RankActor
+
+
+class PortAllocator:
+    """The first process on a node gets port `first`, the second one the next port, and so on."""
+
+    def __init__(self, first: int) -> None:
+        """`first` 0: the system chooses all ports."""
+        self._first = first
+        self._taken: set[tuple[str, int]] = set()
+
+    @contextmanager
+    def reserve(self, address: str) -> Iterator[int]:
+        """The lowest free port on the node, for as long as the context lasts."""
+        if not self._first:
+            yield 0
+            return
+        port = next(port for port in count(self._first) if (address, port) not in self._taken)
+        self._taken.add((address, port))
+        try:
+            yield port
+        finally:
+            self._taken.remove((address, port))
+
 
 log = logging.getLogger(__name__)
 

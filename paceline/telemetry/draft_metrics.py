@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from paceline.telemetry.instruments import MetricFactory
-from paceline.telemetry.round_stats import RoundStats
+from paceline.telemetry.step_stats import RoundStats
 
 ROUND_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
 

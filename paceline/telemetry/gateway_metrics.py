@@ -1,4 +1,4 @@
-"""Prometheus metrics of a gateway: requests as their clients see them."""
+"""Prometheus metrics of a gateway: requests as their clients see them, and API keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from prometheus_client.samples import Sample
 
 from paceline.messages import FinishReason, Usage
 from paceline.telemetry.instruments import MetricFactory
-from paceline.telemetry.key_metrics import KeyMetrics
 
 # vLLM's buckets, with finer ones at the low end for the tokens of small models.
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -228,3 +227,13 @@ class RequestMetrics:
 
 def _samples(metric: Collector, model: str) -> list[Sample]:
     return [each for family in metric.collect() for each in family.samples if each.labels.get("model_name") == model]
+
+
+class KeyMetrics:
+    """Tokens per minute of each key: 60 * rate(paceline_key_tokens_total[5m])"""
+
+    def __init__(self, make: MetricFactory) -> None:
+        self.requests = make.counter("key_requests", "Requests admitted, by API key", ["key"])
+        self.refused = make.counter("key_refused", "Requests beyond a limit of their API key", ["key", "limit"])
+        self.tokens = make.counter("key_tokens", "Prompt and output tokens, by API key", ["key", "kind"])
+        self.unknown = make.counter("unknown_keys", "Requests without a known API key")

@@ -1,11 +1,13 @@
-"""Creates Prometheus metrics, and exports some under vLLM's names too, so that dashboards made for vLLM work."""
+"""Creates Prometheus metrics and serves them. Some have vLLM's names, too, so that dashboards made for vLLM work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -64,3 +66,32 @@ def _renamed(metric: Metric, old: str, new: str) -> Metric:
         if not sample.name.endswith("_created")
     ]
     return renamed
+
+
+@contextmanager
+def serve_metrics(registry: CollectorRegistry, host: str, port: int, healthy: Callable[[], bool]) -> Iterator[int]:
+    """Serve `http://host:port/metrics` from a thread while the context lasts; yields the port.
+
+    `/health` returns 200, or 503 if not `healthy`, for probes without a certificate for gRPC. Port 0: the system
+    chooses. Raises `OSError` if the port is taken.
+    """
+    server, thread = start_http_server(port, host, registry)
+    server.set_app(_with_health(server.get_app(), healthy))
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _with_health(metrics: WSGIApplication | None, healthy: Callable[[], bool]) -> WSGIApplication:
+    assert metrics is not None  # `start_http_server` sets it
+
+    def respond(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/health":
+            return metrics(environ, start_response)
+        start_response("200 OK" if healthy() else "503 Service Unavailable", [("Content-Length", "0")])
+        return []
+
+    return respond

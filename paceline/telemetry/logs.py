@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TextIO
 
@@ -64,3 +66,14 @@ def _quoted(value: object) -> str:
     """A value as text, in quotes if it is empty or has spaces or special characters."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)
+
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def load_phase(name: str) -> Iterator[None]:
+    """Log the phase and its seconds when the body ends; nothing if it raises."""
+    began = time.perf_counter()
+    yield
+    log.info(name, extra={"seconds": round(time.perf_counter() - began, 2)})

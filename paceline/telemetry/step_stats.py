@@ -1,4 +1,7 @@
-"""Statistics of one engine step of a target: the source of its metrics and of the acceptance line in the log."""
+"""Statistics of one engine step of a target, the source of its metrics and of the acceptance line in the log.
+
+And of one round of drafting.
+"""
 
 from __future__ import annotations
 
@@ -62,3 +65,21 @@ class StepStats:
     """Received nodes that joined a tree. The others were late, duplicate, or over the tree's limit."""
     calibration_samples: Sequence[tuple[int, bool]] = ()
     """For each draft token whose parent was drawn: its cell of `Calibration`, and whether it was drawn too."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStats:
+    """One round over all open requests. It has no nodes if no request needs another draft token.
+
+    Nodes per second:
+        rate(paceline_draft_nodes_total[1m])
+    Share of time spent drafting:
+        rate(paceline_draft_round_seconds_sum[1m])
+    """
+
+    round_s: float
+    """Wall-clock time of the round."""
+    nodes: int
+    """Nodes drafted."""
+    dropped: int = 0
+    """Requests dropped since the last round, because they cannot be drafted for."""

@@ -1,8 +1,7 @@
 """Text and token ids: tokenizer, chat template, detokenizer, stop strings. Imports no torch."""
 
 from paceline.text.chat_template import ChatTemplate, ChatTemplateError
-from paceline.text.detokenizer import Detokenizer
-from paceline.text.stop_strings import StopStrings
+from paceline.text.detokenizer import Detokenizer, StopStrings
 from paceline.text.tokenizer import Tokenizer, TokenTexts, token_texts, vocabulary_fingerprint
 
 __all__ = [

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
 from paceline.gguf.gguf_file import GgufFile
-from paceline.text.chat_template import ChatTemplate, ChatTemplateError
-from paceline.text.chat_template_files import DEFAULT, gguf_templates
+from paceline.text.chat_template import DEFAULT, ChatTemplate, ChatTemplateError, gguf_templates
 from paceline.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from paceline.text.gguf_vocabulary import (
     ADDED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -15,11 +16,9 @@ from tokenizers import models, pre_tokenizers
 
 from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model_names import BrokenFileError, ModelNotFoundError, fake_vocabulary, json_object, resolve_model
-from paceline.text.chat_template import ChatTemplate
-from paceline.text.chat_template_files import DEFAULT, TOOL_USE, folder_templates, gguf_templates
+from paceline.text.chat_template import DEFAULT, TOOL_USE, ChatTemplate, folder_templates, gguf_templates
 from paceline.text.gguf_tokenizer import gguf_backend, gguf_special_tokens
 from paceline.text.gguf_vocabulary import BYTE_LEVEL, gguf_vocabulary
-from paceline.text.prefix_space import without_prefix_space
 from paceline.text.token_pieces import byte_level_pieces, is_byte_level, token_pieces
 
 FAKE_MODEL_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -293,3 +292,43 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
         if role.endswith("_token") and isinstance(content, str):
             named[role] = content
     return named
+
+
+Part = Mapping[str, Any]
+
+
+def without_prefix_space(tokenizer: Part) -> dict[str, Any]:
+    """The contents of a tokenizer.json, changed to encode text as if it followed other text."""
+    normalizer, pre_tokenizer = tokenizer["normalizer"], tokenizer["pre_tokenizer"]
+    return {
+        **tokenizer,
+        "normalizer": normalizer and _normalizer(normalizer),
+        "pre_tokenizer": pre_tokenizer and _pre_tokenizer(pre_tokenizer),
+    }
+
+
+def _normalizer(part: Part) -> Part | None:
+    """None if nothing remains."""
+    if part["type"] == "Sequence":
+        return {**part, "normalizers": [kept for each in part["normalizers"] if (kept := _normalizer(each))]}
+    return None if part["type"] in ("Prepend", "Strip") else part
+
+
+def _pre_tokenizer(part: Part) -> Part:
+    if part["type"] == "Sequence":
+        return {**part, "pretokenizers": [_pre_tokenizer(each) for each in part["pretokenizers"]]}
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if part["type"] == "ByteLevel" else part
+
+
+log = logging.getLogger(__name__)
+
+
+def existing_ends(named: Sequence[int], vocabulary_size: int) -> list[int]:
+    """Those of the vocabulary; the log names the others: a request that stops at one would be refused."""
+    if unknown := [each for each in named if not 0 <= each < vocabulary_size]:
+        log.warning(
+            "eos_token_id names %s, which the vocabulary of %d tokens does not have: left out", unknown, vocabulary_size
+        )
+    return [each for each in named if 0 <= each < vocabulary_size]

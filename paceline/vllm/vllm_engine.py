@@ -45,7 +45,7 @@ from paceline.messages import (
 from paceline.target_features import VLLM_LACKS, all_features
 from paceline.telemetry.step_stats import StatsTimer, StepStats
 from paceline.text import vocabulary_fingerprint
-from paceline.text.end_tokens import existing_ends
+from paceline.text.tokenizer import existing_ends
 from paceline.vllm.extra_arguments import ExtraArguments
 from paceline.vllm.target_facts import tokenizer_folder
 

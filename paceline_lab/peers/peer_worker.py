@@ -84,7 +84,8 @@ def load_transformers(setup: Setup) -> LoadedEngine:
         """A folder's model, or a GGUF file's, dequantised."""
         if not path.endswith(".gguf"):
             return AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True).eval()
-        from paceline.model.gguf_loading import model_config, read_gguf
+        from paceline.model.loading import read_gguf
+        from paceline.model.transformers_setup import model_config
 
         return read_gguf(Path(path), model_config(path), torch.bfloat16).eval()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.api_keys import ApiKey, KeyFileError, digest, read
 from paceline.target_labels import parse_labels
-from paceline.telemetry.key_metrics import KeyMetrics
+from paceline.telemetry.gateway_metrics import KeyMetrics
 from paceline_services.gateway.api_errors import AuthenticationError, RateLimitError
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from paceline.config import EngineConfig
 from paceline.config.vllm_options import VllmOptions
 from paceline.host_port import HostPort
 from paceline.launcher import StartError
-from paceline.ray_pool.port_allocator import PortAllocator
-from paceline.ray_pool.target_replica import ReplicaSpec, TargetReplica
+from paceline.ray_pool.target_replica import PortAllocator, ReplicaSpec, TargetReplica
 from paceline.telemetry import logs
 from paceline_services.service_entrypoint import positive_int, run_service
 from paceline_services.target.__main__ import parse_options as target_options

@@ -82,7 +82,7 @@ def start_vllm(arguments: Mapping[str, Any]) -> VllmEngine:
 
     group = None
     if arguments.get("distributed_executor_backend") == "ray":
-        from paceline.ray_pool.placement import join_placement_group
+        from paceline.ray_pool.rank_actor import join_placement_group
 
         group = join_placement_group()
     config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)

@@ -10,8 +10,7 @@ import pytest
 
 from paceline.config import SamplingParams
 from paceline.engine.draft_client import NoDraftClient
-from paceline.grammar.reasoning_gate import ReasoningGate
-from paceline.grammar.reasoning_matcher import ReasoningMatcher
+from paceline.grammar.reasoning_matcher import ReasoningGate, ReasoningMatcher
 from paceline.messages import Delta, FinishReason, GenerationRequest
 from tests.exactness.test_engine import run
 from tests.exactness.test_grammar import PROMPT, STRATEGIES, draft_model, drafting, engine, outcome

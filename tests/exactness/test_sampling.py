@@ -16,8 +16,8 @@ from paceline.core import sampling
 from paceline.core.log_probabilities import log_probs
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.noise import gumbel, noise_bits
-from paceline.core.sampling import LOWEST_TEMPERATURE, draw, scores, top_scores
-from paceline.model.native.draw_candidates import draw_candidates
+from paceline.core.sampling import LOWEST_TEMPERATURE, FindCandidates, draw, scores, top_scores
+from paceline.model.native.native_product import draw_candidates
 
 VOCABULARY = 24
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
@@ -273,42 +273,44 @@ def test_a_row_does_not_depend_on_other_rows(
 
 
 @pytest.fixture(params=["native", "numpy"])
-def finder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def find(request: pytest.FixtureRequest) -> FindCandidates | None:
     """On CPUs a draw looks only at tokens whose integers are below a limit: native code finds them, or numpy does."""
     if request.param == "native" and os.environ.get("PACELINE_NATIVE") == "0":
         pytest.skip("native code is switched off")
-    found = [draw_candidates] if request.param == "native" else []
-    monkeypatch.setattr(sampling, "CANDIDATE_FINDERS", found)
+    return draw_candidates if request.param == "native" else None
 
 
-def drawn_and_scored(spread: float, count: int, vocabulary: int, **settings: object) -> tuple[Tensor, Tensor]:
+def drawn_and_scored(
+    find: FindCandidates | None, spread: float, count: int, vocabulary: int, **settings: object
+) -> tuple[Tensor, Tensor]:
     """Draws, and where the scores of the same rows are largest."""
     params = SamplingParams(seed=17, **settings)
     history = History(params, [], [], vocabulary)
     rows = [SamplingRow(params, position, history) for position in range(count)]
     logits = random_logits(7, count, spread, vocabulary)
-    return draw(logits, rows), scores(logits, rows).argmax(-1)
+    return draw(logits, rows, find), scores(logits, rows).argmax(-1)
 
 
-@pytest.mark.usefixtures("finder")
 @pytest.mark.parametrize("vocabulary", [3, 16, 61, 4096])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 9.0])
 @pytest.mark.parametrize("settings", [{"temperature": 0.8}, {"temperature": 3.0}, {"top_k": 3}, {"top_p": 0.9}])
-def test_no_winner_is_left_out(spread: float, vocabulary: int, settings: dict[str, object]) -> None:
-    drawn, largest = drawn_and_scored(spread, 100 if vocabulary > 1000 else 1500, vocabulary, **settings)
+def test_no_winner_is_left_out(
+    find: FindCandidates | None, spread: float, vocabulary: int, settings: dict[str, object]
+) -> None:
+    drawn, largest = drawn_and_scored(find, spread, 100 if vocabulary > 1000 else 1500, vocabulary, **settings)
     assert torch.equal(drawn, largest)
 
 
-@pytest.mark.usefixtures("finder")
 @pytest.mark.parametrize("leniency", [0.0, 0.5, 0.9, 0.99])
-def test_a_limit_that_is_too_low_is_detected(leniency: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_too_low_is_detected(
+    find: FindCandidates | None, leniency: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampling, "ROUNDING_MARGIN", leniency)
-    drawn, largest = drawn_and_scored(0.3, 20_000, 60)
+    drawn, largest = drawn_and_scored(find, 0.3, 20_000, 60)
     assert not torch.equal(drawn, largest)
 
 
-@pytest.mark.usefixtures("finder")
-def test_of_equal_scores_the_lowest_id_wins() -> None:
+def test_of_equal_scores_the_lowest_id_wins(find: FindCandidates | None) -> None:
     """To the last bit: token 3 has a smaller logit than 7, and with its noise the same score."""
     ties = 0
     for position in range(300):
@@ -316,7 +318,7 @@ def test_of_equal_scores_the_lowest_id_wins() -> None:
         logits = torch.full((1, VOCABULARY), -60.0)
         logits[0, 7], logits[0, 3] = 0.0, noise[7] - noise[3]
         if logits[0, 3] < 0 and logits[0, 3] + noise[3] == noise[7]:
-            assert draw(logits, [row_after(position=position)]).tolist() == [3]
+            assert draw(logits, [row_after(position=position)], find).tolist() == [3]
             ties += 1
     assert ties > 50
 

@@ -24,8 +24,7 @@ from paceline.host_port import HostPort, free_address
 from paceline.launcher import FAILED, StartError
 from paceline.model.loading import load_shard
 from paceline.model.model_loader import load
-from paceline.model.parallel import rendezvous
-from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.parallel import RankLostError, RendezvousError, rendezvous
 from paceline.model.parallel.rendezvous import RankConfig, create_rank_group, join_rank_group
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 from paceline.model.rows import SlotTable

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from paceline.grammar import grammar_from_schema
 from paceline.grammar.grammar_checker import examined
-from paceline.grammar.grammar_error import GrammarError
+from paceline.grammar.json_schema import GrammarError
 from paceline.text import Tokenizer
 from paceline.v1 import inference_pb2 as pb
 from tests.helpers.openai_stack import EOS, MODEL, Stack, open_stack

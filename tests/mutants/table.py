@@ -274,14 +274,14 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed request finds the end of its reasoning one token late",
-        "paceline/grammar/reasoning_gate.py",
+        "paceline/grammar/reasoning_matcher.py",
         "return next((end for end in ends",
         "return next((end + 1 for end in ends",
         REASONING,
     ),
     Mutant(
         "reasoning may begin at any token of the output",
-        "paceline/grammar/reasoning_gate.py",
+        "paceline/grammar/reasoning_matcher.py",
         "return self.opening if self.closing and not output else None",
         "return self.opening if self.closing else None",
         REASONING,
@@ -1063,14 +1063,14 @@ MUTANTS = (
     ),
     Mutant(
         "of several stop strings the first in the list counts, not the first in the text",
-        "paceline/text/stop_strings.py",
+        "paceline/text/detokenizer.py",
         "_, at, self.found = min(ends)",
         "_, at, self.found = ends[0]",
         STOPS,
     ),
     Mutant(
         "the beginning of a stop string is shown at once",
-        "paceline/text/stop_strings.py",
+        "paceline/text/detokenizer.py",
         "shown = len(text) - self._undecided(text)",
         "shown = len(text)",
         STOPS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.config import SpeculativeConfig
+from paceline.core.sampling import FindCandidates
 from paceline.core.strategies.block_verification import accept_block
 from paceline.core.strategies.coupled import Coupled
 from paceline.core.strategies.lossy import LogitComparison, RelaxedThinking, TypicalAcceptance
@@ -39,6 +40,8 @@ BUILDERS: Mapping[str, Callable[[SpeculativeConfig], Verifier]] = {
 """By the name of `SpeculativeConfig.strategy`. `greedy` differs by `Strategy.effective_params`."""
 
 
-def make_verifier(config: SpeculativeConfig) -> Verifier:
-    """The verifier that `config` describes."""
-    return BUILDERS[config.strategy.name](config)
+def make_verifier(config: SpeculativeConfig, find: FindCandidates | None = None) -> Verifier:
+    """The verifier that `config` describes. `find`: see `draw`."""
+    verifier = BUILDERS[config.strategy.name](config)
+    verifier.find = find
+    return verifier

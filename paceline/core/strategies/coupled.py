@@ -14,5 +14,5 @@ from paceline.core.verify import Verdict, follow_draws
 
 class Coupled(Verifier):
     def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:
-        draws = iter(draw(logits_RV, sampling_rows(requests)).tolist())
+        draws = iter(draw(logits_RV, sampling_rows(requests), self.find).tolist())
         return [follow_draws(each.tree, each.verified, list(islice(draws, len(each.rows)))) for each in requests]

@@ -59,7 +59,7 @@ class LossyVerifier(Verifier):
 
     def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:
         rows = sampling_rows(requests)
-        draws = iter(draw(logits_RV, rows).tolist())
+        draws = iter(draw(logits_RV, rows, self.find).tolist())
         tests: list[list[NodeTest]] = []
         first_row = 0
         for request in requests:

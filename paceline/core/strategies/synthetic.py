@@ -36,7 +36,7 @@ class SyntheticAcceptance(Verifier):
         self._rate = rate
 
     def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:
-        draws = iter(draw(logits_RV, sampling_rows(requests)).tolist())
+        draws = iter(draw(logits_RV, sampling_rows(requests), self.find).tolist())
         return [self._commit(each, list(islice(draws, len(each.rows)))) for each in requests]
 
     def _commit(self, request: VerificationInput, draws: Sequence[int]) -> Verdict:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.core.logits_rules import SamplingRow
+from paceline.core.sampling import FindCandidates
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Verdict
 
@@ -28,6 +29,9 @@ class VerificationInput:
 
 class Verifier(ABC):
     """Decides what each request commits. It may keep state per request, by `History`; all its noise is keyed."""
+
+    find: FindCandidates | None = None
+    """See `draw`."""
 
     @abstractmethod
     def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[Verdict]:

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from paceline.config import EngineConfig
 from paceline.config.settings import Settings
 from paceline.host_port import HostPort
-from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.parallel import RankLostError, RendezvousError
 from paceline.model.parallel.rank_monitor import RankMonitor, RankMonitorListener, connect_to_rank_zero, exit_process
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.parallel import RankLostError, RendezvousError
 
 NO_TIMEOUT = timedelta(days=365)
 """Passes may be hours apart. `rank_monitor` notices a lost rank 0."""

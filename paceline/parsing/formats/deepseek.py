@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_by_name
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -20,22 +19,19 @@ FENCE = "```"
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """Both versions: with V3's, the first word is the type of the call."""
-    index = 0
     while marker := (yield from reader.until((CALLS_BEGIN, BEGIN), Content)):
         begun = marker == BEGIN or (yield from reader.skip(BEGIN))
-        if begun and (yield from _call(reader, index)):
-            index += 1
-        else:
+        if not begun or not (yield from _call(reader)):
             yield Content(reader.since_mark())
 
 
-def _call(reader: TextReader, index: int) -> Steps[bool]:
+def _call(reader: TextReader) -> Steps[bool]:
     name = yield from reader.run(NAME)
     if not (yield from reader.skip(SEPARATOR)):
         return False
     name = (yield from reader.run(NAME)) or name
     yield from reader.skip(FENCE + "json")
-    if not (yield from call_by_name(reader, index, name)):
+    if not (yield from call_by_name(reader, name)):
         return False
     for marker in (FENCE, END, CALLS_END):
         yield from reader.skip_closing(marker)

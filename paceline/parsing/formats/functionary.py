@@ -5,9 +5,8 @@ The first `>>>` is in the prompt. Functionary 3.1: `<function=f>{...}</function>
 
 from __future__ import annotations
 
-from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_by_name
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 BEGIN = ">>>"
@@ -17,14 +16,13 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """A call needs the name of a tool: three signs may stand in an answer."""
-    index, marker = 0, BEGIN
+    marker = BEGIN
     reader.mark()
     while marker:
         yield from reader.skip(BEGIN)
         name = yield from reader.run(NAME)
         ended = bool((yield from reader.accept("\n")))
-        if name in tools and ended and (yield from call_by_name(reader, index, name)):
-            index += 1
+        if name in tools and ended and (yield from call_by_name(reader, name)):
             yield from reader.space()
         elif name == ANSWER and ended:
             reader.commit()
@@ -35,12 +33,10 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
 
 def parse_v3_1(reader: TextReader, tools: Tools) -> Steps[None]:
     """No token marks a call: a tool must have the function's name."""
-    index = 0
     while (yield from reader.until((FUNCTION,), Content)):
         name = yield from reader.run(NAME)
         known = name in tools and (yield from reader.skip(">"))
-        if known and (yield from call_by_name(reader, index, name)):
-            index += 1
+        if known and (yield from call_by_name(reader, name)):
             yield from reader.skip_closing(FUNCTION_END)
         else:
             yield Content(reader.since_mark())

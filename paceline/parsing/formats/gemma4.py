@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 
-from paceline.parsing.events import Content, ToolArguments, ToolCall
 from paceline.parsing.json_text import is_json, json_value
 from paceline.parsing.tagged_arguments import quoted, text_value
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -21,46 +20,43 @@ WORD = re.compile(r"[^,{}\[\]<]+")
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while (yield from reader.until((BEGIN,), Content)):
         name = (yield from reader.run(NAME)) if (yield from reader.skip(CALL)) else ""
         yield from reader.space()
         if name and (yield from reader.accept("{")):
-            reader.commit()
-            yield ToolCall(index, name)
-            yield from _arguments(reader, index)
+            yield reader.call(name)
+            yield from _arguments(reader)
             yield from reader.skip_closing(END)
-            index += 1
         else:
             yield Content(reader.since_mark())
 
 
-def _arguments(reader: TextReader, index: int) -> Steps[None]:
+def _arguments(reader: TextReader) -> Steps[None]:
     """What is behind the "{", as JSON. Arguments that the end of the text cuts off stay open."""
-    yield ToolArguments(index, "{")
+    yield reader.arguments("{")
     brackets, before = ["{"], ""
     while brackets:
         sign = yield from reader.skip("}", "]", ",")
         if sign == ",":
             before = ", "
         elif sign:
-            yield ToolArguments(index, sign)
+            yield reader.arguments(sign)
             brackets.pop()
         else:
             if brackets[-1] == "{":
-                if not (yield from _key(reader, index, before)):
+                if not (yield from _key(reader, before)):
                     return
                 before = ""
             bracket = yield from reader.accept("{", "[")
             if bracket:
-                yield ToolArguments(index, before + bracket)
+                yield reader.arguments(before + bracket)
                 brackets.append(bracket)
-            elif not (yield from _value(reader, index, before)):
+            elif not (yield from _value(reader, before)):
                 return
             before = ""
 
 
-def _key(reader: TextReader, index: int, before: str) -> Steps[bool]:
+def _key(reader: TextReader, before: str) -> Steps[bool]:
     """A key with its ":". False: none comes next."""
     reader.mark()
     mark = yield from reader.accept(QUOTE)
@@ -73,28 +69,28 @@ def _key(reader: TextReader, index: int, before: str) -> Steps[bool]:
     found = key != '""' and bool((yield from reader.skip(":")))
     text = reader.since_mark()
     if found:
-        yield ToolArguments(index, f"{before}{key}: ")
+        yield reader.arguments(f"{before}{key}: ")
     elif (yield from reader.peek()):
         yield Content(text)
     elif key != '""':
-        yield ToolArguments(index, before + key[:-1])
+        yield reader.arguments(before + key[:-1])
     return found
 
 
-def _value(reader: TextReader, index: int, before: str) -> Steps[bool]:
+def _value(reader: TextReader, before: str) -> Steps[bool]:
     """A value without brackets. False: none comes next."""
     if (yield from reader.accept(QUOTE)):
-        yield ToolArguments(index, before)
-        return (yield from text_value(reader, index, QUOTE_ENDS)) != ""
+        yield reader.arguments(before)
+        return (yield from text_value(reader, QUOTE_ENDS)) != ""
     if (yield from reader.peek()) == '"':
-        yield ToolArguments(index, before)
-        yield from json_value(reader, lambda text: ToolArguments(index, text))
+        yield reader.arguments(before)
+        yield from json_value(reader, reader.arguments)
         return True
     word = yield from reader.run(WORD)
     ended = bool((yield from reader.peek()))
     if word:
         text = word.strip()
-        yield ToolArguments(index, before + (text if is_json(text) or not ended else quoted(text)))
+        yield reader.arguments(before + (text if is_json(text) or not ended else quoted(text)))
     return word != "" and ended
 
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.parsing.argument_types import argument_types
-from paceline.parsing.events import Content
 from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 
@@ -24,15 +23,13 @@ def parse(suffix: str, reader: TextReader, tools: Tools) -> Steps[None]:
     """
     calls, calls_end, begin, separator = _markers(suffix, "<tool_calls", "</tool_calls", "<tool_call", "<tool_sep")
     tags = _tags(suffix)
-    index = 0
     while marker := (yield from reader.until((calls, begin), Content)):
         begun = marker == begin or (yield from reader.skip(begin))
         yield from reader.space()
         name = (yield from reader.run(NAME)) if begun else ""
         yield from reader.skip(separator)
         known = name in tools or (yield from reader.next_of("{", tags.begin))
-        if known and (yield from tagged_call(reader, index, name, tools.get(name, {}), tags)):
-            index += 1
+        if known and (yield from tagged_call(reader, name, tools.get(name, {}), tags)):
             yield from reader.skip_closing(calls_end)
         else:
             yield Content(reader.since_mark())

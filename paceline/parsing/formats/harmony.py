@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-from paceline.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from paceline.parsing.json_text import call_arguments
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.text_reader import NAME, Content, Event, Reasoning, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -39,16 +37,14 @@ class _Header:
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """Two messages of one kind get a line break between them. What is for other recipients is no content."""
-    index = 0
     event: Callable[[str], Event] = Content
     seen: set[Callable[[str], Event]] = set()
     header = yield from _first_header(reader)
     while True:
         if header is not None and (name := header.called(tools)):
-            yield ToolCall(index, name)
-            yield from call_arguments(reader, index)
-            event = partial(ToolArguments, index)  # for what is no JSON
-            index += 1
+            yield reader.call(name)
+            yield from call_arguments(reader)
+            event = reader.arguments  # for what is no JSON
         elif header is not None:
             event = Content if header.answers else Reasoning
             if event in seen:

@@ -6,25 +6,23 @@ call if a tool has its name.
 
 from __future__ import annotations
 
-from paceline.parsing.events import Content
-from paceline.parsing.object_calls import BARE, announced_calls, bare_calls
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.object_calls import BARE, object_calls
+from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while marker := (yield from reader.until((BEGIN, *BARE), Content)):
-        first = index
+        found = False
         if marker == BEGIN:
-            index = yield from announced_calls(reader, index)
+            found = yield from object_calls(reader, (yield from reader.skip(*BARE)))
         elif reader.begins_line:
-            index = yield from bare_calls(reader, index, marker, tools)
+            found = yield from object_calls(reader, marker, tools)
         else:
             yield Content(reader.since_mark())
-        if index > first:
+        if found:
             yield from reader.skip_closing(END)
 
 

@@ -6,12 +6,9 @@ beginning of the answer, and the second one at its end.
 
 from __future__ import annotations
 
-from functools import partial
-
-from paceline.parsing.call_list import call_list
-from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_object
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.object_calls import call_list
+from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 BEGIN, END = "<tool_calls>", "</tool_calls>"
@@ -22,15 +19,12 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     reader.mark()
     if not (yield from reader.skip(ANSWER)):
         reader.reset()
-    index = 0
     while marker := (yield from reader.until((BEGIN, ANSWER_END), Content)):
-        first = index
         if marker == BEGIN and tools and (yield from reader.skip("[")):
-            index = yield from call_list(reader, index, partial(call_object, reader))
+            if (yield from call_list(reader, call_object)):
+                yield from reader.skip_closing(END)
         elif marker == BEGIN or not (yield from _ends(reader)):
             yield Content(reader.since_mark())
-        if index > first:
-            yield from reader.skip_closing(END)
 
 
 def _ends(reader: TextReader) -> Steps[bool]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
-from paceline.parsing.call_list import call_list
-from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_by_name, call_fields, call_object, json_string, json_value
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.object_calls import call_list
+from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
-ReadCall = Callable[[TextReader, Tools, int], Steps[bool]]
+ReadCall = Callable[[TextReader, Tools], Steps[bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class _Family:
     begins: tuple[str, ...]
     """Before the list; the first is what a grammar writes."""
     end: str = ""
-    call: ReadCall = lambda reader, tools, index: call_object(reader, index)
+    call: ReadCall = lambda reader, tools: call_object(reader)
     """Consumes one object, see `call_list`."""
     dropped: tuple[str, ...] = ()
     """Markers that are no text."""
@@ -33,21 +31,17 @@ class _Family:
     """Texts of the tokens in markers that consist of several."""
 
     def parse(self, reader: TextReader, tools: Tools) -> Steps[None]:
-        index = 0
-        call = partial(self.call, reader, tools)
         while marker := (yield from reader.until((*self.begins, *self.dropped), Content)):
-            first = index
+            found = False
             if marker in self.dropped:
                 yield from reader.space()
             elif not tools:
                 yield Content(reader.since_mark())
             elif marker.endswith("[") or (yield from reader.skip("[")):
-                index = yield from call_list(reader, index, call)
-            elif (yield from call(index)):
-                index += 1
-            else:
+                found = yield from call_list(reader, lambda reader: self.call(reader, tools))
+            elif not (found := (yield from self.call(reader, tools))):
                 yield Content(reader.since_mark())
-            if index > first:
+            if found:
                 yield from reader.skip_closing(self.end)
 
     def tool_format(
@@ -81,21 +75,21 @@ class _Family:
         return replace(listed, separator="", opening="", closing="")
 
 
-def _named_by_key(reader: TextReader, tools: Tools, index: int) -> Steps[bool]:
+def _named_by_key(reader: TextReader, tools: Tools) -> Steps[bool]:
     yield from reader.space()
     if not (yield from reader.accept("{")):
         return False
     yield from reader.space()
     key = json_string((yield from json_value(reader))) or ""
-    found = bool((yield from reader.skip(":"))) and (yield from call_by_name(reader, index, key))
+    found = bool((yield from reader.skip(":"))) and (yield from call_by_name(reader, key))
     if found:
         yield from reader.skip("}")
     return found
 
 
-def _bare(reader: TextReader, tools: Tools, index: int) -> Steps[bool]:
+def _bare(reader: TextReader, tools: Tools) -> Steps[bool]:
     yield from reader.space()
-    return bool((yield from reader.accept("{"))) and (yield from call_fields(reader, index, names=tools))
+    return bool((yield from reader.accept("{"))) and (yield from call_fields(reader, names=tools))
 
 
 NEMOTRON_JSON = _Family(("<TOOLCALL>",), "</TOOLCALL>").tool_format("nemotron_json", ("<TOOLCALL>",))

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_by_name
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 CALLS_BEGIN, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -21,22 +20,20 @@ NUMBER = re.compile(r"[:\d]+")
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """A section without calls is nothing: its markers are tokens that stand for nothing else."""
-    index = 0
     while marker := (yield from reader.until((CALLS_BEGIN, BEGIN), Content)):
         begun = marker == BEGIN or (yield from reader.skip(BEGIN))
-        if begun and (yield from _call(reader, tools, index)):
-            index += 1
-        elif begun or not (yield from reader.accept(CALLS_END)):
+        called = begun and (yield from _call(reader, tools))
+        if not called and (begun or not (yield from reader.accept(CALLS_END))):
             yield Content(reader.since_mark())
 
 
-def _call(reader: TextReader, tools: Tools, index: int) -> Steps[bool]:
+def _call(reader: TextReader, tools: Tools) -> Steps[bool]:
     yield from reader.space()
     name = yield from reader.run(NAME)
     yield from reader.run(NUMBER)
     if not (yield from reader.skip(ARGUMENTS)):
         return False
-    if not (yield from call_by_name(reader, index, name if name in tools else name.removeprefix(FUNCTIONS))):
+    if not (yield from call_by_name(reader, name if name in tools else name.removeprefix(FUNCTIONS))):
         return False
     yield from reader.skip_closing(END)
     yield from reader.skip_closing(CALLS_END)

@@ -10,9 +10,8 @@ import html
 import re
 
 from paceline.parsing.argument_types import argument_types
-from paceline.parsing.events import Content
 from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
@@ -26,7 +25,6 @@ ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while marker := (yield from reader.until((OPEN, CLOSE), Content)):
         element = yield from reader.run(NAME)
         attributes = yield from _attributes(reader)
@@ -34,9 +32,8 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         name = attributes.get("tool", "") if closed and marker == OPEN and element == "call" else ""
         if name:
             yield from reader.accept(JSON)
-        if name and tools and (yield from tagged_call(reader, index, name, tools.get(name, {}), TAGS)):
-            index += 1
-        elif name or not closed:
+        called = name and tools and (yield from tagged_call(reader, name, tools.get(name, {}), TAGS))
+        if not called and (name or not closed):
             yield Content(reader.since_mark())
 
 

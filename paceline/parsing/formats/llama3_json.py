@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.parsing.events import Content
-from paceline.parsing.object_calls import BARE, announced_calls, bare_calls
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.object_calls import BARE, object_calls
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 TAG, BEGIN, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
@@ -20,16 +19,15 @@ HEADERS: Mapping[str, str] = {"<|start_header_id|>": "<|end_header_id|>", "<|hea
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while marker := (yield from reader.until((TAG, BEGIN, *HEADERS, *BARE), Content)):
-        first = index
+        found = False
         if marker in HEADERS:
             yield from _header(reader, HEADERS[marker])
         elif marker in BARE:
-            index = yield from bare_calls(reader, index, marker, tools)
+            found = yield from object_calls(reader, marker, tools)
         else:
-            index = yield from announced_calls(reader, index)
-        if index > first:
+            found = yield from object_calls(reader, (yield from reader.skip(*BARE)))
+        if found:
             yield from reader.skip_closing(END)
             yield from reader.skip(";")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from paceline.parsing.argument_types import argument_types
-from paceline.parsing.events import Content
 from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 FUNCTION, FUNCTION_END = '<function name="', "</function>"
@@ -18,13 +17,10 @@ QUOTED = re.compile(r'[^"<>\n]+')
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """No token marks a call: a tool must have the function's name."""
-    index = 0
     while (yield from reader.until((FUNCTION,), Content)):
         name = yield from reader.run(QUOTED)
         known = name in tools and (yield from reader.accept('">'))
-        if known and (yield from tagged_call(reader, index, name, tools[name], TAGS)):
-            index += 1
-        else:
+        if not known or not (yield from tagged_call(reader, name, tools[name], TAGS)):
             yield Content(reader.since_mark())
 
 

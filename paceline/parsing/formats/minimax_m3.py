@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from paceline.parsing.argument_types import argument_types
-from paceline.parsing.events import Content, ToolArguments, ToolCall
 from paceline.parsing.json_text import call_arguments
 from paceline.parsing.tagged_arguments import argument_value, quoted
-from paceline.parsing.text_reader import SPACE, Steps, TextReader
+from paceline.parsing.text_reader import SPACE, Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 TOKEN = "]<]minimax[>["
@@ -26,7 +25,6 @@ NAME = re.compile(r'[^"<>\n]+')
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while marker := (yield from reader.until((BEGIN, INVOKE), Content)):
         begun = marker == INVOKE or (yield from reader.skip(INVOKE))
         name = (yield from reader.run(NAME)) if begun else ""
@@ -35,15 +33,13 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
         if not found or not ((yield from reader.peek()) == "{" or (yield from reader.next_of(ELEMENT))):
             yield Content(reader.since_mark())
             continue
-        reader.commit()
-        yield ToolCall(index, name)
+        yield reader.call(name)
         if (yield from reader.peek()) == "{":  # a grammar writes JSON
-            yield from call_arguments(reader, index)
+            yield from call_arguments(reader)
             yield from reader.skip_closing(INVOKE_END)
         else:
-            yield from _arguments(reader, index, tools.get(name, {}))
+            yield from _arguments(reader, tools.get(name, {}))
         yield from reader.skip_closing(END)
-        index += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +72,9 @@ def _inner(schema: object, key: str) -> Iterator[object]:
                 yield from _inner(option, key)
 
 
-def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[None]:
+def _arguments(reader: TextReader, schema: JsonSchema) -> Steps[None]:
     """Arguments up to the end of the call. Those that the end of the text cuts off stay open."""
-    yield ToolArguments(index, "{")
+    yield reader.arguments("{")
     elements, before = [_Open("invoke", schema, "}")], ""
     while elements:
         outer = elements[-1]
@@ -92,24 +88,24 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[None
             if (yield from reader.peek()):
                 yield Content(rest)
             elif tag:
-                yield ToolArguments(index, before + quoted(tag)[:-1])
+                yield reader.arguments(before + quoted(tag)[:-1])
             return
         reader.commit()
         if not tag:
-            yield ToolArguments(index, outer.bracket)
+            yield reader.arguments(outer.bracket)
             elements.pop()
             before = ", "
             continue
-        yield ToolArguments(index, before + outer.key(tag))
+        yield reader.arguments(before + outer.key(tag))
         inner = outer.below(tag)
-        opened = yield from _value(reader, index, tag, inner)
+        opened = yield from _value(reader, tag, inner)
         before = ", "
         if opened is not None:
             elements.append(opened)
             before = ""
 
 
-def _value(reader: TextReader, index: int, tag: str, schema: JsonSchema) -> Steps[_Open | None]:
+def _value(reader: TextReader, tag: str, schema: JsonSchema) -> Steps[_Open | None]:
     """The value of an element, or the bracket of one with elements in it, which is returned."""
     types = argument_types(schema, tag)
     closing = f"{TOKEN}</{tag}>"
@@ -119,16 +115,16 @@ def _value(reader: TextReader, index: int, tag: str, schema: JsonSchema) -> Step
     kind = next((each for each in types if each in brackets), "")
     if next_marker == closing and kind and "string" not in types:
         yield from reader.accept(closing)
-        yield ToolArguments(index, brackets[kind])
+        yield reader.arguments(brackets[kind])
         return None
     if next_marker in (ITEM, ELEMENT):
         if not kind or set(types) >= set(brackets):
             kind = "array" if next_marker == ITEM else "object"
-        yield ToolArguments(index, brackets[kind][0])
+        yield reader.arguments(brackets[kind][0])
         properties = schema.get("properties")
         inner = properties.get(tag) if isinstance(properties, Mapping) else None
         return _Open(tag, inner if isinstance(inner, Mapping) else {}, brackets[kind][1])
-    yield from argument_value(reader, index, types, {closing: (TOKEN,)}, start=space)
+    yield from argument_value(reader, types, {closing: (TOKEN,)}, start=space)
     return None
 
 

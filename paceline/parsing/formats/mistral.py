@@ -5,35 +5,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from paceline.parsing.call_list import call_list
-from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_by_name, call_object
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.object_calls import call_list
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while (yield from reader.until((BEGIN,), Content)):
         if (yield from reader.skip("[")):
-            index = yield from call_list(reader, index, partial(call_object, reader))
-        elif (yield from _named_call(reader, index)):
-            index += 1
-        else:
+            yield from call_list(reader, call_object)
+        elif not (yield from _named_call(reader)):
             yield Content(reader.since_mark())
 
 
-def _named_call(reader: TextReader, index: int) -> Steps[bool]:
+def _named_call(reader: TextReader) -> Steps[bool]:
     """A call whose name stands before its arguments."""
     name = yield from reader.run(NAME)
     if (yield from reader.skip(CALL_ID)):
         yield from reader.run(NAME)  # ids are ours
     yield from reader.skip(ARGS)
-    if not (yield from call_by_name(reader, index, name)):
+    if not (yield from call_by_name(reader, name)):
         return False
     yield from reader.space()
     return True

@@ -9,27 +9,25 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from paceline.parsing.call_list import call_list
-from paceline.parsing.events import Content, ToolArguments, ToolCall
-from paceline.parsing.python_literals import keywords_json
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.argument_types import keywords_json
+from paceline.parsing.json_text import ValueScan
+from paceline.parsing.object_calls import call_list
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
-from paceline.parsing.value_scan import ValueScan
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while marker := (yield from reader.until((BEGIN, "["), Content)):
         if marker == BEGIN:
             yield from reader.skip("[")
         names = tools if marker == "[" else None
-        index = yield from call_list(reader, index, partial(python_call, reader, names=names))
+        yield from call_list(reader, partial(python_call, names=names))
         yield from reader.skip_closing(END)
 
 
-def python_call(reader: TextReader, index: int, *, names: Collection[str] | None) -> Steps[bool | None]:
+def python_call(reader: TextReader, *, names: Collection[str] | None) -> Steps[bool | None]:
     """One call, see `call_list`. `names`: nothing else says that it is a call, so it needs one of these.
 
     Its arguments become JSON when it is closed, so there are no parts of them.
@@ -46,9 +44,8 @@ def python_call(reader: TextReader, index: int, *, names: Collection[str] | None
     arguments = keywords_json(text.removesuffix(")"))
     if arguments is None:
         return None
-    reader.commit()
-    yield ToolCall(index, name)
-    yield ToolArguments(index, arguments)
+    yield reader.call(name)
+    yield reader.arguments(arguments)
     return True
 
 

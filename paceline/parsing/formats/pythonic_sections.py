@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from paceline.parsing.call_list import call_list
-from paceline.parsing.events import Content
 from paceline.parsing.formats.pythonic import python_call
 from paceline.parsing.json_text import call_object
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.object_calls import call_list
+from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 LFM2_BEGIN, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -19,33 +18,27 @@ OLMO_BEGIN, OLMO_END = "<function_calls>", "</function_calls>"
 
 def parse_lfm2(reader: TextReader, tools: Tools) -> Steps[None]:
     """Asked for JSON, LFM2 writes objects in place of the calls."""
-    index = 0
     while (yield from reader.until((LFM2_BEGIN,), Content)):
-        first = index
         if (yield from reader.skip("[")):
             call = call_object if (yield from reader.peek()) == "{" else partial(python_call, names=None)
-            index = yield from call_list(reader, index, partial(call, reader))
-        elif (yield from call_object(reader, index)):
-            index += 1
-        else:
+            found = yield from call_list(reader, call)
+        elif not (found := (yield from call_object(reader))):
             yield Content(reader.since_mark())
-        if index > first:
+        if found:
             yield from reader.skip_closing(LFM2_END)
 
 
 def parse_olmo3(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while (yield from reader.until((OLMO_BEGIN,), Content)):
-        first = index
-        while (yield from python_call(reader, index, names=None)):
-            index += 1
+        first = reader.calls
+        while (yield from python_call(reader, names=None)):
             yield from reader.skip(",")
             if (yield from reader.next_of(OLMO_END)) or reader.ends_before(OLMO_END):
                 break
             reader.mark()
         else:
             yield Content(reader.since_mark())
-        if index > first:
+        if reader.calls > first:
             yield from reader.skip_closing(OLMO_END)
 
 

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paceline.parsing.argument_types import argument_types, value_json
-from paceline.parsing.events import Content, ToolArguments, ToolCall
 from paceline.parsing.json_text import call_arguments
 from paceline.parsing.tagged_arguments import quoted
-from paceline.parsing.text_reader import SPACE, Steps, TextReader
+from paceline.parsing.text_reader import SPACE, Content, Steps, TextReader, ToolArguments
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -35,24 +34,21 @@ KEY = re.compile(r"[^<>\n]+")
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """A model may forget `<tool_call>`, too. Then a tool must have the function's name."""
-    index = 0
     marker, following = (yield from reader.until((BEGIN, FUNCTION), Content)), ""
     while marker:
         begun = marker == FUNCTION or (yield from reader.skip(FUNCTION))
         name = (yield from reader.run(KEY)).strip() if begun else ""
         known = name in tools or (name != "" and marker == BEGIN)
         if known and (yield from reader.accept(">")):
-            reader.commit()
-            yield ToolCall(index, name)
-            following = yield from _arguments(reader, index, tools.get(name, {}))
-            index += 1
+            yield reader.call(name)
+            following = yield from _arguments(reader, tools.get(name, {}))
         else:
             yield Content(following + reader.since_mark())
             following = ""
         marker = following or (yield from reader.until((BEGIN, FUNCTION), Content))
 
 
-def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]:
+def _arguments(reader: TextReader, schema: JsonSchema) -> Steps[str]:
     """Up to the end of the call. Arguments that the end of the text cuts off stay open.
 
     Text between parameters is content, and comes behind the call: its events are not to be mixed with others.
@@ -60,7 +56,7 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]
     """
     yield from reader.space()
     if (yield from reader.peek()) == "{":  # a grammar writes JSON
-        yield from call_arguments(reader, index)
+        yield from call_arguments(reader)
         yield from reader.skip_closing(FUNCTION_END)
         yield from reader.skip_closing(END)
         return ""
@@ -70,14 +66,14 @@ def _arguments(reader: TextReader, index: int, schema: JsonSchema) -> Steps[str]
         reader.commit()
         key = (yield from reader.run(KEY)).strip()
         yield from reader.accept(">")
-        yield ToolArguments(index, f"{before}{quoted(key)}: ")
+        yield reader.arguments(f"{before}{quoted(key)}: ")
         before = ", "
-        marker = yield from _value(reader, index, argument_types(schema, key))
+        marker = yield from _value(reader, argument_types(schema, key))
         if marker == PARAMETER_END:
             text, marker = yield from _behind_value(reader)
             between += text
     if marker:
-        yield ToolArguments(index, "{}" if before == "{" else "}")
+        yield reader.arguments("{}" if before == "{" else "}")
     yield Content(between)
     reader.mark()
     if marker in (BEGIN, FUNCTION):
@@ -94,22 +90,22 @@ def _behind_value(reader: TextReader) -> Steps[tuple[str, str]]:
     return (text.rstrip() if marker else text), marker
 
 
-def _value(reader: TextReader, index: int, types: Sequence[str]) -> Steps[str]:
+def _value(reader: TextReader, types: Sequence[str]) -> Steps[str]:
     """One value, without the line breaks next to its markers; a text as it arrives. Returns the last marker read."""
     in_lines = bool((yield from reader.accept("\n")))
     if set(types) != {"string"}:
         text, marker = yield from _typed_text(reader, in_lines=in_lines)
-        yield ToolArguments(index, value_json(text.removesuffix("\n"), types) if marker else text)
+        yield reader.arguments(value_json(text.removesuffix("\n"), types) if marker else text)
         return marker
-    yield ToolArguments(index, '"')
+    yield reader.arguments('"')
 
     def event(text: str) -> ToolArguments:
-        return ToolArguments(index, quoted(text)[1:-1])
+        return reader.arguments(quoted(text)[1:-1])
 
     while marker := (yield from reader.until(VALUE_ENDS, event)):
         gap = reader.gap
         if last := (yield from _end(reader, marker, in_lines=in_lines)):
-            yield ToolArguments(index, quoted(gap.removesuffix("\n"))[1:])
+            yield reader.arguments(quoted(gap.removesuffix("\n"))[1:])
             return last
         yield event(reader.since_mark())
     return ""

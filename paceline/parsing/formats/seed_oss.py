@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from paceline.parsing.argument_types import argument_types
-from paceline.parsing.events import Content
 from paceline.parsing.formats.qwen3_coder import FUNCTION, FUNCTION_END, KEY, PARAMETER, PARAMETER_END
 from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 BEGIN, END = "<seed:tool_call>", "</seed:tool_call>"
@@ -14,13 +13,11 @@ BEGIN, END = "<seed:tool_call>", "</seed:tool_call>"
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     """A model may forget `<seed:tool_call>`. Then a tool must have the function's name."""
-    index = 0
     while marker := (yield from reader.until((BEGIN, FUNCTION), Content)):
         begun = marker == FUNCTION or (yield from reader.skip(FUNCTION))
         name = (yield from reader.run(KEY)) if begun else ""
         known = (name in tools or marker == BEGIN) and (yield from reader.accept(">"))
-        if known and (yield from tagged_call(reader, index, name, tools.get(name, {}), TAGS)):
-            index += 1
+        if known and (yield from tagged_call(reader, name, tools.get(name, {}), TAGS)):
             yield from reader.skip_closing(END)
         else:
             yield Content(reader.since_mark())

@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 from paceline.parsing.argument_types import argument_types
-from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_by_name
 from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
-from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 BEGIN, CALL_NAME = "<|tool_call:begin|>", "<|tool_call:name|>"
@@ -21,34 +20,27 @@ ARGUMENT, VALUE, ARGUMENT_END = "<|tool_arg:start|>", "<|tool_arg:value|>", "<|t
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while marker := (yield from reader.until((BEGIN, *DROPPED), Content)):
         if marker == MESSAGE:
             yield from reader.accept_cut(ROLE)
-        elif marker == BEGIN:
-            if tools and (yield from _call(reader, index)):
-                index += 1
-            else:
-                yield Content(reader.since_mark())
+        elif marker == BEGIN and (not tools or not (yield from _call(reader))):
+            yield Content(reader.since_mark())
 
 
-def _call(reader: TextReader, index: int) -> Steps[bool]:
+def _call(reader: TextReader) -> Steps[bool]:
     yield from reader.run(NAME)  # ids are ours
     name = (yield from reader.run(NAME)) if (yield from reader.skip(CALL_NAME)) else ""
     yield from reader.skip(ARGUMENTS)
-    found = yield from call_by_name(reader, index, name)
+    found = yield from call_by_name(reader, name)
     if found:
         yield from reader.skip_closing(END)
     return found
 
 
 def parse_open2(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while (yield from reader.until((START,), Content)):
         name = yield from reader.run(NAME)
-        if (yield from tagged_call(reader, index, name, tools.get(name, {}), TAGS)):
-            index += 1
-        else:
+        if not (yield from tagged_call(reader, name, tools.get(name, {}), TAGS)):
             yield Content(reader.since_mark())
 
 

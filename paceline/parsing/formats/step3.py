@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.parsing.events import Content
 from paceline.parsing.invoke_calls import QUOTED, InvokeTags
 from paceline.parsing.tagged_arguments import tagged_call
-from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 
 CALLS_BEGIN, CALLS_END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
@@ -25,23 +24,20 @@ ARGUMENTS = replace(
 
 
 def parse(reader: TextReader, tools: Tools) -> Steps[None]:
-    index = 0
     while marker := (yield from reader.until((CALLS_BEGIN, BEGIN), Content)):
         begun = marker == BEGIN or (yield from reader.skip(BEGIN))
-        if begun and (yield from _call(reader, tools, index)):
-            index += 1
-        else:
+        if not begun or not (yield from _call(reader, tools)):
             yield Content(reader.since_mark())
 
 
-def _call(reader: TextReader, tools: Tools, index: int) -> Steps[bool]:
+def _call(reader: TextReader, tools: Tools) -> Steps[bool]:
     for text in (TYPE, SEPARATOR, TAGS.invoke):
         if not (yield from reader.skip(text)):
             return False
     name = yield from reader.run(QUOTED)
     if not (yield from reader.accept('">')):
         return False
-    if not (yield from tagged_call(reader, index, name, tools.get(name, {}), ARGUMENTS)):
+    if not (yield from tagged_call(reader, name, tools.get(name, {}), ARGUMENTS)):
         return False
     yield from reader.skip_closing(END)
     yield from reader.skip_closing(CALLS_END)

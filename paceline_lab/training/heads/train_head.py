@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from paceline import family
 from paceline.gguf.gguf_file import is_gguf
-from paceline.model.gguf_loading import model_config, read_gguf
+from paceline.model.loading import read_gguf
+from paceline.model.transformers_setup import model_config
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
 from paceline_lab.training.family.token_corpus import Ids, windows
 from paceline_lab.training.family.trainer import Phase, Schedule, Trainer

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
+from paceline.grammar.reasoning_matcher import ALWAYS, ReasoningGate
 from paceline.parsing import OutputParser
-from paceline.parsing.grammar_start import grammar_start
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.tool_format import ToolFormat
+from paceline.parsing.tool_grammar import grammar_start
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.generation.bodies import ChatBody
 from paceline_services.gateway.generation.served_model import ServedModel

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.config.sampling_params import TOKEN_ID_FIELDS
-from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
+from paceline.grammar.reasoning_matcher import ALWAYS, ReasoningGate
 from paceline.messages import TargetDescription
 from paceline.output_processor import OutputOptions
 from paceline.target_features import FULL_PROMPT, NO_OUTPUT, needed_features

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from paceline.grammar import GrammarError
 from paceline.grammar.lark import json_part, regex_part
-from paceline.grammar.lark_rules import LarkRules
-from paceline.grammar.special_tokens import SpecialTokens, TextOrToken, lark_parts, merged
+from paceline.grammar.lark_rules import LarkRules, SpecialTokens, TextOrToken, lark_parts, merged
 from paceline.text import Tokenizer
 from paceline_services.gateway.structured.structural_tag import (
     AnyTextFormat,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from paceline.grammar.grammar_state import GrammarState
-from paceline.grammar.reasoning_gate import ALWAYS, ReasoningGate
+from paceline.grammar.reasoning_matcher import ALWAYS, ReasoningGate
 from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
-from paceline.parsing.grammar_start import grammar_start
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
+from paceline.parsing.tool_grammar import grammar_start
 from paceline.text import Tokenizer
 from tests.helpers.grammars import ANSWER, CALL, END, GRAMMARS, MEMORY, PIECES, THINK, grammars, tight, tokenizer
 from tests.helpers.llamas import VOCABULARY

@@ -27,11 +27,11 @@ from paceline.gguf.gguf_config import GgufSettings
 from paceline.launcher import StartError
 from paceline.memory_plan import packed_memory, plan_memory
 from paceline.model import Model, SlotTable, load
-from paceline.model.gguf_loading import model_config, read_gguf
 from paceline.model.gguf_weights import computes_in_bfloat16
-from paceline.model.loading import outline
+from paceline.model.loading import outline, read_gguf
 from paceline.model.packed_model import PackedModel
 from paceline.model.target_weights import load_target_weights
+from paceline.model.transformers_setup import model_config
 from paceline.model_names import ModelNotFoundError, configuration, resolve_model, served_name
 from tests.helpers.gguf_files import KINDS, YARN, tiny_config, write_gguf
 

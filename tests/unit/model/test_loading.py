@@ -60,9 +60,9 @@ def test_a_loaded_model_equals_transformers(checkpoint: Path) -> None:
 
 
 def test_each_phase_of_a_start_is_logged_with_its_seconds(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "paceline.telemetry.load_phases")
+    caplog.set_level("INFO", "paceline.telemetry.logs")
     load(str(checkpoint), EngineConfig(slots=512, verify=True))
-    phases = [record for record in caplog.records if record.name == "paceline.telemetry.load_phases"]
+    phases = [record for record in caplog.records if record.name == "paceline.telemetry.logs"]
     assert [record.message for record in phases] == ["weights read", "network built", "rows probed"]
     assert all(0 <= record.__dict__["seconds"] < 60 for record in phases)
 

@@ -14,9 +14,8 @@ from paceline.config import STRATEGIES
 from paceline.messages import FinishReason, SpeculationStats, Timings, Usage
 from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.telemetry.gateway_metrics import GatewayMetrics
-from paceline.telemetry.metrics_exporter import serve_metrics
-from paceline.telemetry.round_stats import RoundStats
-from paceline.telemetry.step_stats import StepStats
+from paceline.telemetry.instruments import serve_metrics
+from paceline.telemetry.step_stats import RoundStats, StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
 
 MANUAL = Path(__file__).parents[3] / "docs" / "metrics.md"
