@@ -223,6 +223,8 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class TargetDescription:
+    """A target worker and its model. Its engine leaves `worker_id`, `model` and `labels` to its service."""
+
     worker_id: str
     model: str
     vocabulary_fingerprint: str
@@ -232,6 +234,7 @@ class TargetDescription:
     rows_invariant: bool
     eos_token_ids: Sequence[int]
     method: str
+    """Empty without speculation."""
     numerics: str = ""
     """Identifies the numerics, see `paceline.model.Model`; targets with equal ones produce equal tokens. Empty: unknown
     (an older worker)."""
@@ -241,3 +244,7 @@ class TargetDescription:
     """What the worker can do, see `paceline.target_features`. Empty: what every worker can (an older worker)."""
     beside: Sequence[str] = ()
     """Further methods, which draft inside the target."""
+    layers: int = field(default=0, compare=False)
+    """Of the model; known to the worker alone."""
+    rows_per_s: float = field(default=0.0, compare=False)
+    """Of full passes, as estimated at start-up; 0: unknown. Sent with the load."""

@@ -35,25 +35,3 @@ class StepResult:
     load: EngineLoad
     stats: Sequence[StepStats] = ()
     """Statistics of this step and the steps whose statistics were not sent yet; mostly empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """The engine's model, and what drafts need to know of it."""
-
-    fingerprint: str
-    vocabulary_size: int
-    max_model_len: int
-    slots: int
-    rows_invariant: bool
-    eos_token_ids: Sequence[int]
-    layers: int
-    method: str
-    """Empty without speculation."""
-    numerics: str
-    rows_per_s: float = 0.0
-    """Of full passes, as estimated at start-up; 0: unknown."""
-    features: Sequence[str] = ()
-    """See `paceline.target_features`."""
-    beside: Sequence[str] = ()
-    """Further methods than `method`, which draft inside the target."""

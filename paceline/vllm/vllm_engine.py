@@ -28,7 +28,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from paceline import __version__
 from paceline.drafting.vocabulary.stable_tokens import common_prefix_length
-from paceline.engine.engine_messages import EngineInfo
 from paceline.engine.request import RequestTimes
 from paceline.grammar.lark import PREAMBLE
 from paceline.messages import (
@@ -40,6 +39,7 @@ from paceline.messages import (
     LogProbs,
     PromptLogProbs,
     SpeculationStats,
+    TargetDescription,
     Usage,
 )
 from paceline.target_features import VLLM_LACKS, all_features
@@ -120,11 +120,13 @@ class VllmEngine:
         """Positions that the KV cache holds."""
         self.last_step = StepStats(0.0, 0, 0, 0, self.slots)
 
-    def info(self, method: str) -> EngineInfo:
+    def info(self, method: str) -> TargetDescription:
         """`method`: how drafts are made; empty without speculation. Raises `ModelNotFoundError`."""
         model = self._config.model_config
-        return EngineInfo(
-            fingerprint=vocabulary_fingerprint(str(tokenizer_folder(model))),
+        return TargetDescription(
+            worker_id="",
+            model="",
+            vocabulary_fingerprint=vocabulary_fingerprint(str(tokenizer_folder(model))),
             vocabulary_size=self._vocabulary_size,
             max_model_len=min(model.max_model_len, self.slots),
             slots=self.slots,

@@ -13,7 +13,6 @@ from paceline.drafting import build_lookups, complete_config
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
-from paceline.engine.engine_messages import EngineInfo
 from paceline.grammar.grammar_state import GrammarCompiler
 from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.ipc.gc_heap import freeze_gc_heap
@@ -21,6 +20,7 @@ from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
 from paceline.launcher import StartError
 from paceline.memory_plan import plan_memory
+from paceline.messages import TargetDescription
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.kept_row_cost import model_row_cost
 from paceline.model_names import BROKEN
@@ -110,10 +110,12 @@ def build_drafting(
     return LocalDraftClient(local)
 
 
-def model_facts(engine: Engine, speculation: SpeculativeConfig) -> EngineInfo:
+def model_facts(engine: Engine, speculation: SpeculativeConfig) -> TargetDescription:
     model = engine.model
-    return EngineInfo(
-        fingerprint=model.fingerprint,
+    return TargetDescription(
+        worker_id="",
+        model="",
+        vocabulary_fingerprint=model.fingerprint,
         vocabulary_size=model.vocabulary_size,
         max_model_len=min(model.max_model_len, model.slots),  # a request cannot use more than all slots
         slots=model.slots,
@@ -124,7 +126,7 @@ def model_facts(engine: Engine, speculation: SpeculativeConfig) -> EngineInfo:
         numerics=model.numerics,
         rows_per_s=engine.rows_per_s,
         features=all_features(),
-        beside=speculation.beside,
+        beside=list(speculation.beside),
     )
 
 

@@ -6,11 +6,12 @@ import argparse
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from paceline.engine.engine_messages import CalibrationCounts, EngineInfo, StepResult
+from paceline.engine.engine_messages import CalibrationCounts, StepResult
 from paceline.ipc.model_process import ModelProcess
 from paceline.messages import TargetDescription
 from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration
@@ -37,13 +38,13 @@ async def target_worker(
     options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None, tracing: Tracing
 ) -> AsyncIterator[Worker]:
     """Connect servicer, statistics, watchdog and draft pool to the engine."""
-    info = process.ready.result()
-    assert isinstance(info, EngineInfo)
+    loaded = process.ready.result()
+    assert isinstance(loaded, TargetDescription)
+    description = target_description(loaded, options)
     engine, speculation = process.connection, options.speculative_config
-    description = target_description(info, options)
     registry = CollectorRegistry()
-    metrics = TargetMetrics(registry, description.model, info.slots)
-    metrics.rows_invariant.set(info.rows_invariant)
+    metrics = TargetMetrics(registry, description.model, description.slots)
+    metrics.rows_invariant.set(description.rows_invariant)
     metrics.set_strategy(speculation.strategy)
     async with AsyncExitStack() as stack:
         recorder = await stack.enter_async_context(store.recorder())
@@ -61,8 +62,8 @@ async def target_worker(
         known = await stored_acceptance(store, description)
         engine.send(CalibrationCounts(known.cell_drafted, known.cell_accepted))
         if options.engine == "paceline" and speculation.enabled and speculation.draft_placement == "worker":
-            config = DraftLinkConfig(info.fingerprint, tls=tls)
-            pool = DraftPool(config, engine.send, info.layers, metrics)
+            config = DraftLinkConfig(description.vocabulary_fingerprint, tls=tls)
+            pool = DraftPool(config, engine.send, description.layers, metrics)
             engine.on(ConnectDrafts, pool.connect)
             engine.on(SendDraftFrame, pool.send)
             metrics.draft_links.set_function(lambda: len(pool.connected))
@@ -82,27 +83,15 @@ async def target_worker(
             receive_bytes=SUBMIT_FRAME_BYTES,
             metrics=registry,
             record=partial(worker_record, description),
-            load=lambda: {"rows_per_s": info.rows_per_s, **servicer.load_metrics()},
+            load=lambda: {"rows_per_s": description.rows_per_s, **servicer.load_metrics()},
             drain=drain,
         )
 
 
-def target_description(info: EngineInfo, options: argparse.Namespace) -> TargetDescription:
-    return TargetDescription(
-        worker_id=options.worker_id,
-        model=options.served_model_name or options.model,
-        vocabulary_fingerprint=info.fingerprint,
-        vocabulary_size=info.vocabulary_size,
-        max_model_len=info.max_model_len,
-        slots=info.slots,
-        rows_invariant=info.rows_invariant,
-        eos_token_ids=info.eos_token_ids,
-        method=info.method,
-        numerics=info.numerics,
-        labels=options.labels,
-        features=info.features,
-        beside=list(info.beside),
-    )
+def target_description(loaded: TargetDescription, options: argparse.Namespace) -> TargetDescription:
+    """`loaded`: by the engine."""
+    model = options.served_model_name or options.model
+    return replace(loaded, worker_id=options.worker_id, model=model, labels=options.labels)
 
 
 async def stored_acceptance(store: StateStore, description: TargetDescription) -> AcceptanceCounts:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.config import SamplingParams
 from paceline.core.policy.calibration import Calibration
-from paceline.engine.engine_messages import EngineInfo, StepResult
+from paceline.engine.engine_messages import StepResult
 from paceline.messages import (
     Delta,
     EngineLoad,
@@ -57,7 +57,7 @@ async def test_the_load_of_a_step_without_deltas_counts() -> None:
     """A step that computed a part of a prompt has none."""
     on: dict[type, Callable[[StepResult], None]] = {}
     ready = asyncio.get_running_loop().create_future()
-    ready.set_result(EngineInfo("f", 64, 512, 256, True, (), 2, "", ""))
+    ready.set_result(DESCRIPTION)
     connection = SimpleNamespace(on=on.__setitem__, send=lambda message: None)
     process = SimpleNamespace(connection=connection, ready=ready, abort=lambda: None)
     options = parse_options(["--model", "m", "--redis-url", "redis://unused"])
