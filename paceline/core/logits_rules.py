@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.grammar.grammar_state import GrammarState
 
 MASKED = -math.inf
+
+
+class Grammar(Protocol):
+    """What the output may be, after the committed tokens."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens."""
+
+    def allowed(self, path: Sequence[int]) -> npt.NDArray[np.bool_] | None:
+        """The tokens that may follow the committed ones and `path`, bool [V]; None: all."""
 
 
 class SamplingRow(NamedTuple):
@@ -41,11 +52,11 @@ class History:
         prompt: Sequence[int],
         output: Sequence[int],
         vocabulary_size: int,
-        grammar: GrammarState | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """`grammar`: its state after `output`; None: any text is allowed."""
         self.params = params
-        self.grammar: GrammarState | None = None
+        self.grammar: Grammar | None = None
         self.vocabulary_size = vocabulary_size
         self.output_tokens = 0
         self._longest_prefix = max((len(tokens) for tokens in params.bad_words), default=1) - 1

@@ -15,7 +15,6 @@ from itertools import count
 from torch import Tensor
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.core.log_probabilities import log_probs
 from paceline.core.logits_rules import History
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
@@ -26,6 +25,7 @@ from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import Clock, make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
+from paceline.engine.log_probabilities import log_probs
 from paceline.engine.model_pass import ModelPass, PassResult
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
@@ -241,6 +241,7 @@ class Engine:
             limits=self._speculative_config.limits(generation_request.speculative) if max_tokens > 1 else (0, 0),
             calibrations=calibrations,
             arrived=self._clock(),
+            grammar=grammar,
         )
         request.stats.strategy = strategy.name
         request.stats.lossy = not strategy.exact

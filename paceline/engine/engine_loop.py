@@ -16,9 +16,12 @@ from paceline.telemetry.step_stats import StepStats
 class SteppedEngine(Protocol):
     """What computes for a target worker: `paceline.engine.engine.Engine`, `paceline.vllm.vllm_engine.VllmEngine`."""
 
-    stats_due: bool
-    """Whether the last step's deltas carry statistics. Final deltas always do."""
-    last_step: StepStats
+    @property
+    def stats_due(self) -> bool:
+        """Whether the last step's deltas carry statistics. Final deltas always do."""
+
+    @property
+    def last_step(self) -> StepStats: ...
 
     @property
     def busy(self) -> bool:

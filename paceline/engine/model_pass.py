@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.core.log_probabilities import log_probs
 from paceline.core.sampling import is_finite
 from paceline.core.strategies import Verifier
 from paceline.core.verify import Verdict
 from paceline.engine.draft_schedule import Clock
 from paceline.engine.hidden_states import HiddenStates
+from paceline.engine.log_probabilities import log_probs
 from paceline.engine.scheduler import ScheduledRequest
 from paceline.engine.slot_pool import SlotPool
 from paceline.messages import LogProbs, PromptLogProbs

@@ -61,12 +61,15 @@ class Request(DraftedRequest):
         limits: tuple[int, int],
         calibrations: Mapping[int, Calibration],
         arrived: float,
+        grammar: GrammarState | None = None,
     ) -> None:
-        """See `DraftedRequest`. `history`: after the committed output, with the effective parameters."""
+        """See `DraftedRequest`. `history`: after the committed output, with the effective parameters. `grammar`: that
+        of the history."""
         super().__init__(key, generation_request, tree, max_tokens=max_tokens, limits=limits, calibrations=calibrations)
         self.id = generation_request.request_id
         self.effective_params = history.params
         self.history = history
+        self.grammar = grammar
         self.slot_table = SlotTable()
         self.shared_blocks: list[Block] = []
         self.cached_tokens = 0
@@ -94,10 +97,6 @@ class Request(DraftedRequest):
     def uncomputed_tokens(self) -> int:
         """Tokens without keys and values, at least the root. If it is the only one, the next step draws."""
         return len(self.tokens) - len(self.slot_table)
-
-    @property
-    def grammar(self) -> GrammarState | None:
-        return self.history.grammar
 
     @property
     def rows_to_score(self) -> range:

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.config import SamplingParams
-from paceline.core.log_probabilities import log_probs
 from paceline.engine import model_pass, scheduler
 from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import Engine
+from paceline.engine.log_probabilities import log_probs
 from paceline.llm import LLM
 from paceline.messages import Delta, GenerationRequest, LogProbs
 from paceline.model.model import Model

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core import sampling
-from paceline.core.log_probabilities import log_probs
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.noise import gumbel, noise_bits
 from paceline.core.sampling import LOWEST_TEMPERATURE, FindCandidates, draw, scores, top_scores
+from paceline.engine.log_probabilities import log_probs
 from paceline.model.native.native_product import draw_candidates
 
 VOCABULARY = 24
