@@ -158,7 +158,7 @@ mutants: setup  ## the code changed in one wrong way after another: do tests not
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 models: setup  ## transformers' causal language models, tiny ones: which are computed as transformers computes them?
-	@$(BIN)/python -m tests.helpers.architectures $(ARGS)
+	@$(BIN)/python -m tests.exactness.architectures $(ARGS)
 
 house: setup  ## the product's size and shape in one line of JSON: rooms, imports, classes, lines
 	@$(BIN)/python -m tests.house
@@ -175,7 +175,7 @@ schema: setup  ## write the chart's schema of its values again
 
 proto: setup  ## write paceline/v1 again from proto/
 	@$(BIN)/python proto/generate.py
-	@$(BIN)/python -m tests.helpers.contract
+	@$(BIN)/python -m tests.contract.agreed
 
 clean:  ## remove everything that make made
 	@rm -rf .venv .venv-clients .venv-peers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.helpers.chromium import chromium
+from tests.browser.chromium import chromium
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from paceline.api_keys import ApiKey, KeyFile, digest, new_key, write
 from paceline.state import WorkerRecord
-from tests.helpers.chromium import DESKTOP, PHONE, Scheme, open_browser, screenshots, visit
+from tests.browser.chromium import DESKTOP, PHONE, Scheme, open_browser, screenshots, visit
 from tests.helpers.openai_stack import TOKENIZER, counts, open_stack
 from tests.helpers.served import serving
 

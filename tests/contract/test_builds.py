@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from tests.helpers.contract import AGREED, CALLS, ENUMS, FIELDS, FILES, contract
+from tests.contract.agreed import AGREED, CALLS, ENUMS, FIELDS, FILES, contract
 
 
 def test_the_contract_is_unchanged() -> None:

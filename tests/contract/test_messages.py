@@ -14,7 +14,7 @@ import pytest_asyncio
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from tests.helpers.anthropic_stack import (
+from tests.contract.anthropic_stack import (
     CONTEXT,
     COUNT_TOKENS,
     MESSAGES,

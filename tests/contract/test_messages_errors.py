@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from paceline.api_keys import ApiKey, KeyFile, digest, write
 from paceline_services.gateway.generation.admission import AdmissionLimits
-from tests.helpers.anthropic_stack import (
+from tests.contract.anthropic_stack import (
     BODY_LIMIT,
     CONTEXT,
     COUNT_TOKENS,

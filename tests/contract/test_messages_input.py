@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from paceline_services.gateway.anthropic.bodies import MessagesBody
 from paceline_services.gateway.anthropic.conversion import chat_body
-from tests.helpers.anthropic_stack import (
+from tests.contract.anthropic_stack import (
     THINKING,
     TOOL_USE,
     USER,

@@ -39,7 +39,7 @@ from paceline_services.gateway.generation import journal
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent
 from paceline_services.gateway.server import GatewaySettings, running
-from tests.helpers.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
+from tests.contract.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, another_gateway, counts, open_stack
 from tests.helpers.targets import target_worker
 from tests.helpers.waiting import eventually, until

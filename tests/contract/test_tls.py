@@ -27,9 +27,9 @@ from paceline.wire.channels import open_channel
 from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
 from paceline.wire.link_errors import TargetLost
 from paceline_services.tls_options import load_certificates
+from tests.contract.proxies import Streams, proxy
 from tests.helpers.certificates import Authority
 from tests.helpers.openai_stack import RunningTarget, counts, open_stack, start_target
-from tests.helpers.proxies import Streams, proxy
 from tests.helpers.targets import generation_request, link_to
 
 HELLO = {"model": "pydoc", "prompt": "hello", "max_tokens": 30}

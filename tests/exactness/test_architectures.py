@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.architectures import Verdict, judge
+from tests.exactness.architectures import Verdict, judge
 
 EQUAL = ("gpt2", "gpt_neox", "gemma2", "gpt_oss", "granite_swa", "phi3", "olmoe", "stablelm", "opt")
 REFUSED = {

@@ -12,9 +12,9 @@ from fractions import Fraction
 import pytest
 
 from paceline.core.tree import ROOT, TokenTree
-from tests.helpers.chance import Chance, distribution_of
-from tests.helpers.rules import Coupled, Draw, distribution_error, drafter_changes_output, draw
-from tests.helpers.worlds import DRAFTERS, Drafter, Scene, Tokens, World, drawn
+from tests.exactness.chance import Chance, distribution_of
+from tests.exactness.rules import Coupled, Draw, distribution_error, drafter_changes_output, draw
+from tests.exactness.worlds import DRAFTERS, Drafter, Scene, Tokens, World, drawn
 
 WORLDS = [World(vocabulary=3, length=3, seed=0), World(3, 3, seed=1), World(vocabulary=2, length=4, seed=3)]
 

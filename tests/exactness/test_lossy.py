@@ -14,7 +14,7 @@ from paceline.core.sampling import draw
 from paceline.core.strategies.lossy import LogitComparison, RelaxedThinking, TypicalAcceptance, longest_accepted_path
 from paceline.core.strategies.synthetic import SyntheticAcceptance, conditional_rate
 from paceline.core.strategies.verifier import VerificationInput, Verifier
-from tests.helpers.verification_inputs import verification_input
+from tests.exactness.verification_inputs import verification_input
 
 SEEDS = range(40)
 HOT = SamplingParams(temperature=1.0)

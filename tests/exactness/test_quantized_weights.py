@@ -22,7 +22,7 @@ from paceline.model.native.native_library import NativeLibrary
 from paceline.model.native.native_product import NativeProduct, dequantize
 from paceline.model.packed_integers import IntegerMatrix
 from paceline.model.rows import SlotTable
-from tests.helpers.quantized_weights import (
+from tests.exactness.quantized_weights import (
     E4M3_WIDTHS,
     INTEGER_TYPES,
     PACKED_TYPES,

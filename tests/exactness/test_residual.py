@@ -15,10 +15,10 @@ import pytest
 
 from paceline.core.strategies.block_verification import accept_block
 from paceline.core.strategies.residual import ChainAcceptance, ChainToken, accept_each
+from tests.exactness.chance import Chance, distribution_of
+from tests.exactness.rules import Coin, Rejection, by_position, distribution_error, left_over, normalised
 from tests.exactness.test_identity import random_distribution
-from tests.helpers.chance import Chance, distribution_of
-from tests.helpers.rules import Coin, Rejection, by_position, distribution_error, left_over, normalised
-from tests.helpers.worlds import Distribution, Scene, Tokens, World, no_draft
+from tests.exactness.worlds import Distribution, Scene, Tokens, World, no_draft
 
 WORLDS = [
     *(World(vocabulary=2, length=3, seed=seed) for seed in (0, 2, 3)),

@@ -28,9 +28,9 @@ from paceline.drafting.sampled_drafts import (
 from paceline.grammar import grammar_from_choices
 from tests.exactness.test_draw_distribution import SIGNIFICANCE, chi_square_tail, plain_rows
 from tests.exactness.test_sampling import reference_distribution, reference_logits
+from tests.exactness.verification_inputs import verification_input
 from tests.helpers.grammars import END, PIECES, grammars
 from tests.helpers.llamas import VOCABULARY
-from tests.helpers.verification_inputs import verification_input
 
 FLAT, PEAKED, SMALL = 0.3, 3.0, 8
 EVEN_PAIRS = [1 / 16] * 16

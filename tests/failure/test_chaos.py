@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
 TARGET = "timed:vocabulary=512,step_ms=20"
 DRAFT = SpeculativeConfig(method="draft_model", model="timed:vocabulary=512,step_ms=2,agreement=0.8")
-MUTANT = "tests.helpers.off_by_one"
+MUTANT = "tests.failure.off_by_one"
 TOKENS = 120
 FOR_LONG = {"max_tokens": 8000}
 """Longer than any test here waits."""

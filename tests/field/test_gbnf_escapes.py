@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.grammar import GrammarError, grammar_from_text
-from tests.helpers.schema_texts import accepts
+from tests.field.schema_texts import accepts
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from paceline.grammar.grammar_checker import examined
 from paceline.grammar.json_schema import GrammarError
 from paceline.text import Tokenizer
 from paceline.v1 import inference_pb2 as pb
+from tests.field.schema_texts import accepts
 from tests.helpers.openai_stack import EOS, MODEL, Stack, open_stack
-from tests.helpers.schema_texts import accepts
 from tests.helpers.tool_models import call_text, save_tool_model
 
 loop = pytest.mark.asyncio(loop_scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.grammar import grammar_from_schema
-from tests.helpers.schema_texts import accepts
+from tests.field.schema_texts import accepts
 
 X, Y = {"x": {"type": "integer"}}, {"y": {"type": "integer"}}
 SCHEMAS: dict[str, dict[str, Any]] = {

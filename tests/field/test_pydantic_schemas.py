@@ -17,7 +17,7 @@ from paceline.grammar.grammar_checker import complaint
 from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.tool_grammar import forced_call_grammar
 from paceline.text import Tokenizer
-from tests.helpers.schema_texts import accepts
+from tests.field.schema_texts import accepts
 
 
 class Color(StrEnum):

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from paceline.grammar import GrammarError, grammar_from_schema
 from paceline.grammar.grammar_checker import complaint
-from tests.helpers.schema_texts import accepts
+from tests.field.schema_texts import accepts
 
 INTEGER = {"type": "integer"}
 SCHEMAS: list[dict[str, Any]] = [

@@ -22,8 +22,6 @@ from paceline.core.sampling import draw
 from paceline.drafting.cached_speculator import PREFILL_ROWS
 from paceline.drafting.speculator import Limit, Opening
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.drafting_formulas import DEPTH, Drafting, children_of, prompt_of
-from tests.helpers.feeding import Feeding
 from tests.helpers.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head
 from tests.helpers.head_methods import (
     AHEAD,
@@ -39,6 +37,8 @@ from tests.helpers.head_methods import (
 from tests.helpers.llamas import LAWS, VOCABULARY
 from tests.helpers.parallel import MASK, PEAGLE, peagle_tensors
 from tests.helpers.seen import nodes_of
+from tests.unit.drafting.drafting_formulas import DEPTH, Drafting, children_of, prompt_of
+from tests.unit.drafting.feeding import Feeding
 
 METHODS = (*HEAD_METHODS, "pard")
 PRODUCTS = (*PARALLEL, "pard")

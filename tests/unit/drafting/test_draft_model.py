@@ -27,8 +27,8 @@ from paceline.model.model import ModelOutput
 from paceline.model.rows import GROUP
 from paceline.model.rows import Row as ModelRow
 from paceline_lab.fake_models.table_model import TableModel
-from tests.helpers.drafted import GREEDY, DraftedRequest, decoded, drawn_tokens, finished
 from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.unit.drafting.drafted import GREEDY, DraftedRequest, decoded, drawn_tokens, finished
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 

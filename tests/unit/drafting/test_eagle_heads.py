@@ -37,7 +37,7 @@ from tests.helpers.head_checkpoints import (
     without,
 )
 from tests.helpers.head_formulas import Eagle1, Eagle3, Shape
-from tests.helpers.head_rounds import compare
+from tests.unit.drafting.head_rounds import compare
 
 IDS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
 """The target's tokens in a reduced vocabulary."""

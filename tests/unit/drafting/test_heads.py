@@ -27,10 +27,10 @@ from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.layers import Linear, TorchNetwork
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.feeding import Feeding
 from tests.helpers.head_checkpoints import random, read_tensors, save_bin, save_head, without
 from tests.helpers.head_methods import HEAD_METHODS, MATRICES, NETWORK, build_head, save_method, target_weights
 from tests.helpers.llamas import POSITIONS, VOCABULARY
+from tests.unit.drafting.feeding import Feeding
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 ROOT = len(PROMPT) - 1

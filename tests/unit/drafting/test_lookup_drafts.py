@@ -24,7 +24,7 @@ from paceline.drafting.methods.ngram import FIRST_TOKEN_PROBABILITY, NEXT_TOKEN_
 from paceline.drafting.methods.suffix import SuffixSpeculator
 from paceline.drafting.methods.suffix_outputs import FinishedOutputs
 from paceline.drafting.methods.suffix_tree import CACHE_CHILDREN_FROM, SuffixTree
-from tests.helpers.drafted import DraftedRequest, finished
+from tests.unit.drafting.drafted import DraftedRequest, finished
 
 A, B, C, D, E, X, Y, Z = range(8)
 Leaves = list[tuple[list[int], float]]

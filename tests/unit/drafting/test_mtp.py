@@ -20,7 +20,6 @@ from paceline.model.rows import SlotTable
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.head_checkpoints import read_tensors
-from tests.helpers.head_rounds import compare
 from tests.helpers.mtp_checkpoints import (
     CONFIGS,
     SIZE,
@@ -31,6 +30,7 @@ from tests.helpers.mtp_checkpoints import (
     target_tensors,
 )
 from tests.helpers.mtp_formula import OWN, PREFIX, QWEN, MtpFormula
+from tests.unit.drafting.head_rounds import compare
 
 SLOTS = 256
 IN_THE_TARGET = [family for family in CONFIGS if family != "qwen3"]

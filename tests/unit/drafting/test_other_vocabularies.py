@@ -25,7 +25,6 @@ from paceline.model.loading import build
 from paceline.model.rows import Row
 from paceline.text import Tokenizer
 from paceline_lab.fake_models.table_model import TableModel
-from tests.helpers.drafted import GREEDY, DraftedRequest, accepted, decoded, drawn_tokens, finished
 from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.helpers.vocabularies import (
     TALE,
@@ -37,6 +36,7 @@ from tests.helpers.vocabularies import (
     text_of,
     vocabulary,
 )
+from tests.unit.drafting.drafted import GREEDY, DraftedRequest, accepted, decoded, drawn_tokens, finished
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 HOT = SamplingParams(temperature=0.8, seed=5)

@@ -28,8 +28,6 @@ from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
 from paceline_lab.fake_models.table_model import TableModel
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.drafting_formulas import Drafting, prompt_of
-from tests.helpers.feeding import Feeding
 from tests.helpers.head_checkpoints import HEADS, HIDDEN, KV_HEADS, random, without
 from tests.helpers.head_methods import NETWORK, Logits, build_head, dflash_formula, peagle_formula, target_weights
 from tests.helpers.llamas import VOCABULARY, peaked_llama
@@ -44,6 +42,8 @@ from tests.helpers.parallel import (
     reduced_vocabulary,
     save,
 )
+from tests.unit.drafting.drafting_formulas import Drafting, prompt_of
+from tests.unit.drafting.feeding import Feeding
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 GENERATOR = torch.Generator().manual_seed(8)

@@ -24,7 +24,6 @@ from paceline.drafting.methods.mlp_speculator import MlpSpeculator
 from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.target_weights import TargetWeights
-from tests.helpers.feeding import Feeding
 from tests.helpers.head_checkpoints import HIDDEN, read_tensors, save_head, seeded, without
 from tests.helpers.head_formulas import lstm_logits, medusa_logits, mlp_logits
 from tests.helpers.head_methods import (
@@ -45,6 +44,7 @@ from tests.helpers.head_methods import (
 from tests.helpers.llamas import LAWS, VOCABULARY
 from tests.helpers.markov import mlp_config, trained
 from tests.helpers.seen import nodes_of, root_of
+from tests.unit.drafting.feeding import Feeding
 
 Tensors = dict[str, Tensor]
 GREEDY = SamplingParams(temperature=0.0)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from paceline.engine.draft_gate import DraftGate
-from tests.helpers.bare_request import bare_request
+from tests.unit.engine.bare_request import bare_request
 
 
 class Gated:

@@ -18,7 +18,7 @@ from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import LockstepSchedule, ReceiveUpdates, make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.request import Request
-from tests.helpers.bare_request import bare_request
+from tests.unit.engine.bare_request import bare_request
 
 DELAY_S = 1e-3
 STEP_S = 10e-3

@@ -19,7 +19,7 @@ from paceline.engine.draft_schedule import draft_frontier
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
 from paceline.engine.slot_pool import BLOCK_SIZE, SlotPool
-from tests.helpers.bare_request import bare_request
+from tests.unit.engine.bare_request import bare_request
 
 SLOTS = 256
 MAX_NODES = 100

@@ -16,7 +16,7 @@ from paceline.ipc.pipe import MessageDecoder, PipeClosedError, pack
 from paceline.launcher import StartError
 from tests.helpers.pipes import Note, joined, pipes
 
-MODULE = "tests.helpers.fake_model_process"
+MODULE = "tests.unit.ipc.fake_model_process"
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 4096, 2**20])

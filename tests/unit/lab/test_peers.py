@@ -36,7 +36,7 @@ REQUEST = {"method": "plain", "prompts": [[1, 5], [8]], "temperature": 0.0, "see
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[PeerProcess]:
-    argv = [sys.executable, "-m", "tests.helpers.toy_engine"]
+    argv = [sys.executable, "-m", "tests.unit.lab.toy_engine"]
     process = PeerProcess("toy", argv, {"PYTHONPATH": str(ROOT)}, tmp_path / "toy.log")
     yield process
     process.close()

@@ -17,7 +17,7 @@ def cases() -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not made for this platform")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.helpers.triton_cases"]
+    command = [sys.executable, "-m", "tests.unit.model.triton_cases"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
     return found

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from paceline.drafting.speculator import Speculator
-from tests.helpers.feeding import Feeding, Guess
 from tests.helpers.head_methods import NETWORK, Logits
 from tests.helpers.llamas import VOCABULARY
 from tests.helpers.seen import nodes_of
+from tests.unit.drafting.feeding import Feeding, Guess
 
 DEPTH = 3
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
-from tests.helpers.chance import NOISE_LEVELS, Chance
+from tests.exactness.chance import NOISE_LEVELS, Chance
 
 Distribution = Sequence[Fraction]
 Tokens = tuple[int, ...]

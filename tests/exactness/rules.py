@@ -17,8 +17,8 @@ from paceline.core.strategies import residual as rejection
 from paceline.core.strategies.residual import ChainAcceptance, ChainToken
 from paceline.core.tree import ROOT, TokenTree
 from paceline.core.verify import follow_draws
-from tests.helpers.chance import Chance, distribution_of
-from tests.helpers.worlds import NOISE_LEVELS, Distribution, Drafter, Scene, Tokens, World, drawn, no_draft
+from tests.exactness.chance import Chance, distribution_of
+from tests.exactness.worlds import NOISE_LEVELS, Distribution, Drafter, Scene, Tokens, World, drawn, no_draft
 
 ROWS = 4
 DEPTH = 3

@@ -1,4 +1,4 @@
-"""python -m tests.helpers.fake_model_process FD: a model process that does what its options, a text, ask for."""
+"""python -m tests.unit.ipc.fake_model_process FD: a model process that does what its options, a text, ask for."""
 
 import signal
 import socket

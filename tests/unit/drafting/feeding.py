@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.drafting.speculator import Context, Speculator
-from tests.helpers.drafted import DraftedRequest, Guess
+from tests.unit.drafting.drafted import DraftedRequest, Guess
 
 __all__ = ["Feeding", "Guess"]
 
