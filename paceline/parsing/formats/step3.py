@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.parsing.invoke_calls import QUOTED, InvokeTags
+from paceline.parsing.formats.invoke_calls import QUOTED, InvokeTags
 from paceline.parsing.tagged_arguments import tagged_call
 from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
