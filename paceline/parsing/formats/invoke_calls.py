@@ -57,9 +57,7 @@ class InvokeTags:
             partial(parse, self, self.arguments()),
             markers=markers,
             template_signs=template_signs,
-            begin=self.invoke,
-            middle='">\n',
-            end=f"\n{self.end('invoke')}\n",
+            call=(self.invoke, '">\n', f"\n{self.end('invoke')}\n"),
             opening=f"{self.section}\n",
             closing=self.section_end,
         )

@@ -147,9 +147,7 @@ QWEN3_CODER = ToolFormat(
     parse,
     markers=(BEGIN, END),
     template_signs=(BEGIN, FUNCTION, PARAMETER),
-    begin=f"{BEGIN}\n{FUNCTION}",
-    middle=">\n",
-    end=f"\n{FUNCTION_END}\n{END}",
+    call=(f"{BEGIN}\n{FUNCTION}", ">\n", f"\n{FUNCTION_END}\n{END}"),
     separator="\n",
 )
 QWEN3_XML = replace(QWEN3_CODER, name="qwen3_xml")
@@ -187,8 +185,6 @@ SEED_OSS = ToolFormat(
     parse_seed,
     markers=(SEED_BEGIN, SEED_END),
     template_signs=(SEED_BEGIN, FUNCTION, PARAMETER),
-    begin=f"{SEED_BEGIN}\n{FUNCTION}",
-    middle=">\n",
-    end=f"\n{FUNCTION_END}\n{SEED_END}",
+    call=(f"{SEED_BEGIN}\n{FUNCTION}", ">\n", f"\n{FUNCTION_END}\n{SEED_END}"),
     separator="\n",
 )
