@@ -21,13 +21,14 @@ def model_length(model: str) -> int | None:
     config = whole.get("text_config", whole)
     try:
         positions = next((int(config[key]) for key in KEYS if config.get(key)), 0)
-        return max(positions, _with_yarn(config, positions)) or None
+        return with_yarn(config.get("rope_parameters") or config.get("rope_scaling") or {}, positions) or None
     except (AttributeError, TypeError, ValueError):  # the target says what is wrong
         return None
 
 
-def _with_yarn(config: Mapping[str, Any], positions: int) -> int:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def with_yarn(rope: Mapping[str, Any], positions: int) -> int:
+    """Positions of a model that has `positions` without scaling, where YaRN may add some, as vLLM counts them."""
     if rope.get("rope_type", rope.get("type")) != "yarn":
-        return 0
-    return int(float(rope.get("factor") or 0) * int(rope.get("original_max_position_embeddings") or positions))
+        return positions
+    scaled = float(rope.get("factor") or 0) * int(rope.get("original_max_position_embeddings") or positions)
+    return max(positions, int(scaled))

@@ -68,9 +68,9 @@ OURS = ("lenient", "json_allowed_escapes")
 
 
 def llguidance_schema(schema: Mapping[str, Any] | bool, options: Node, *, strict: bool = True) -> Node | bool:
-    """The schema with these `x-guidance` options, or its own, but for those that decide what is left out.
+    """The schema in llguidance's keywords. Its own `x-guidance` replaces `options`, except for the keys in `OURS`.
 
-    `strict`: false leaves out what cannot be compiled. Raises `GrammarError`.
+    `strict`: False leaves out keywords that llguidance cannot compile. Raises `GrammarError`.
     """
     if isinstance(schema, bool):
         return schema
@@ -221,4 +221,4 @@ _UNKNOWN = re.compile(
     r"|(minProperties, maxProperties) only"
     r"|Unknown format: (pattern)$"
 )
-"""The keywords in what llguidance says of those that it does not know, or not always."""
+"""Finds the keywords that a warning or an error of llguidance names as unsupported."""

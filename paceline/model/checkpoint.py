@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -106,27 +106,25 @@ class Checkpoint:
         raise CheckpointError(f"{self} holds no weights: neither *.safetensors nor *.bin nor *.pt")
 
     @cached_property
-    def _gguf(self) -> _GgufWeights:
+    def _gguf(self) -> GgufWeights:
         try:
-            return _GgufWeights(self.folder)
+            return GgufWeights(self.folder)
         except GgufError as error:
             raise CheckpointError(str(error)) from error
 
 
-class _WeightFile:
-    """One file with tensors."""
+class _WeightFile(Protocol):
+    """One file with tensors, or all parts of a GGUF file."""
 
     names: Sequence[str]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        raise NotImplementedError
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
     def tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """`dtype`: a file that converts anyway returns this one."""
-        raise NotImplementedError
 
 
-class _SafetensorsFile(_WeightFile):
+class _SafetensorsFile:
     def __init__(self, path: Path) -> None:
         try:
             self._file = safe_open(path, framework="pt")
@@ -144,7 +142,7 @@ class _SafetensorsFile(_WeightFile):
         return tensor
 
 
-class _TorchFile(_WeightFile):
+class _TorchFile:
     """Unpickles tensors only: an untrusted file must not run code. Other values are ignored."""
 
     def __init__(self, path: Path) -> None:
@@ -163,21 +161,6 @@ class _TorchFile(_WeightFile):
 
     def tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
         return self._tensors[name]
-
-
-class _GgufWeights(_WeightFile):
-    """All parts of a GGUF file."""
-
-    def __init__(self, path: Path) -> None:
-        self._weights = GgufWeights(path)
-        self.config = self._weights.config
-        self.names = self._weights.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights.shape(name)
-
-    def tensor(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        return self._weights.tensor(name, dtype)
 
 
 def _sizes(path: Path) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.model.attention import ATTENTION, Heads, use_pass
-from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables
+from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
 from paceline.model.layers import Linear
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_attention import NativeAttention
@@ -238,25 +238,10 @@ class LlamaModel(TransformersModel):
 
 def layer_of(layer: Any) -> DecoderLayerWeights:
     """The weights of transformers' Llama layer."""
-    attention, mlp = layer.self_attn, layer.mlp
-    products: dict[str, Any] = {
-        "query": attention.q_proj,
-        "key": attention.k_proj,
-        "value": attention.v_proj,
-        "output": attention.o_proj,
-        "gate": mlp.gate_proj,
-        "up": mlp.up_proj,
-        "down": mlp.down_proj,
-    }
-    norms = {  # Qwen3 norms every query and key head
-        "input_norm": layer.input_layernorm,
-        "inner_norm": layer.post_attention_layernorm,
-        "query_norm": getattr(attention, "q_norm", None),
-        "key_norm": getattr(attention, "k_norm", None),
-    }
-    tensors: dict[str, Any] = {name: module.weight for name, module in products.items()}
-    tensors |= {f"{name}_bias": module.bias for name, module in products.items()}
-    tensors |= {name: None if module is None else module.weight for name, module in norms.items()}
+    modules: dict[str, Any] = dict(layer.named_modules())
+    tensors: dict[str, Any] = {field: modules[name].weight for field, name in MATRICES.items()}
+    tensors |= {f"{field}_bias": modules[name].bias for field, name in MATRICES.items()}
+    tensors |= {field: modules[name].weight for field, name in NORMS.items() if name in modules}
     return DecoderLayerWeights(**tensors, window=window_of(layer))
 
 

@@ -17,16 +17,12 @@ from paceline.config import EngineConfig
 from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model.gguf_weights import GgufWeights, dequantized
-from paceline.model.layer_weights import LayerVariant, RotaryTables, Weight, rotary_frequencies
-from paceline.model.model import ModelInfo
+from paceline.model.layer_weights import NORMS, LayerVariant, RotaryTables, Weight, rotary_frequencies
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of
-from paceline.model.packed_model import FOUR_NORMS, NORMS, PackedModel, PackedNetwork, PackedWeights
-from paceline.model.rope import positions_in
+from paceline.model.packed_model import FOUR_NORMS, PackedModel, PackedNetwork, PackedWeights, packed_info
 from paceline.telemetry.logs import load_phase
-from paceline.text import vocabulary_fingerprint
-from paceline.text.gguf_tokenizer import eos_token_ids
 
 GEMMA = ("gemma2", "gemma3_text")
 
@@ -145,29 +141,11 @@ def load_packed(path: str, name: str, engine: EngineConfig) -> PackedModel | Non
     file = GgufFile.open(path)
     try:
         with load_phase("weights packed"):
-            info, weights = _info(file, name, config, engine), GgufPackedWeights(file, packed_dtype(config, engine))
+            info = packed_info(name, file.path, config, engine)
+            weights = GgufPackedWeights(file, packed_dtype(config, engine))
             model = PackedModel(info, config, weights, packed_network(file, config, info.max_model_len))
     except NativeUnavailableError as error:
         log_once(f"no native pass, {file.path.name} is dequantised: {error}")
         return None
     model.numerics = numerics_of(model, " gguf")
     return model
-
-
-def _info(file: GgufFile, name: str, config: GgufSettings, engine: EngineConfig) -> ModelInfo:
-    positions = positions_in(config)
-    longest = engine.max_model_len or positions
-    if longest > positions:
-        raise ValueError(f"max_model_len {longest} exceeds the {positions} positions of {name}: lower it")
-    return ModelInfo(
-        name=name,
-        vocabulary_size=config.vocab_size,
-        max_model_len=longest,
-        layers=config.num_hidden_layers,
-        slots=engine.slot_count,
-        eos_token_ids=tuple(eos_token_ids(file)),
-        fingerprint=vocabulary_fingerprint(str(file.path)),
-        folder=file.path,
-        rows_invariant=True,
-        kv_cache_dtype=engine.kv_cache_dtype,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -101,6 +101,18 @@ class LayerWeights(Generic[W]):
 
 DecoderLayerWeights = LayerWeights[Tensor]
 """Of a layer that is not quantised."""
+
+MATRICES: Mapping[str, str] = {
+    **{"query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj"},
+    **{"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
+}
+"""Matrices of a layer, and transformers' names for them."""
+HEAD_NORMS: Mapping[str, str] = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+NORMS: Mapping[str, str] = {
+    **{"input_norm": "input_layernorm", "inner_norm": "post_attention_layernorm"},
+    **HEAD_NORMS,
+}
+"""Norms of a layer, where it has them, and transformers' names for them."""
 
 
 @dataclass(frozen=True, slots=True)

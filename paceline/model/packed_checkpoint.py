@@ -16,19 +16,16 @@ from paceline.gguf.gguf_file import is_gguf
 from paceline.model.block_quantization import BROADEST, packed_bytes, quantized
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import window_of
-from paceline.model.integer_formats import are_integers, integers
 from paceline.model.layer_weights import RotaryTables, Weight
-from paceline.model.loading import dtype_of, end_tokens, is_harmless, outline, positions_of
-from paceline.model.model import ModelInfo
+from paceline.model.loading import dtype_of, is_harmless, outline, positions_of
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
 from paceline.model.packed_floats import float8_group, floats
-from paceline.model.packed_integers import UNIT
-from paceline.model.packed_model import EMBEDDING, HEAD, PackedModel, PackedNetwork, PackedWeights
+from paceline.model.packed_integers import UNIT, Settings, are_integers, integers
+from paceline.model.packed_model import EMBEDDING, HEAD, PackedModel, PackedNetwork, PackedWeights, packed_info
 from paceline.model.quantization import (
     SCALES,
-    Settings,
     check_format,
     dequantized_module,
     is_dequantized_at_load,
@@ -39,7 +36,6 @@ from paceline.model.quantization import (
 from paceline.model.rope import fix_rope_frequencies
 from paceline.model_names import resolve_model
 from paceline.telemetry.logs import load_phase
-from paceline.text import vocabulary_fingerprint
 
 PACKED_FOLDERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """transformers' model types whose folders can be packed: all their layers are Llama's."""
@@ -57,7 +53,7 @@ def load_packed_checkpoint(name: str, engine: EngineConfig) -> PackedModel | Non
     network = outline(name, engine)
     settings: Any = network.config
     weights = CheckpointWeights(Checkpoint(path), network, dtype_of(settings, engine), packing)
-    info, parts = _info(name, path, network, engine), packed_network(network, name, engine)
+    info, parts = packed_info(name, path, settings, engine), packed_network(network, name, engine)
     try:
         with load_phase("weights packed"):
             model = PackedModel(info, settings, weights, parts)
@@ -272,20 +268,4 @@ def packed_network(network: nn.Module, name: str, engine: EngineConfig) -> Packe
         float(base.norm.variance_epsilon),
         float(base.layers[0].self_attn.scaling),
         [window_of(layer) for layer in base.layers],
-    )
-
-
-def _info(name: str, path: Path, network: nn.Module, engine: EngineConfig) -> ModelInfo:
-    config: Any = network.config
-    return ModelInfo(
-        name=name,
-        vocabulary_size=int(config.vocab_size),
-        max_model_len=engine.max_model_len or positions_of(config, name, None),
-        layers=int(config.num_hidden_layers),
-        slots=engine.slot_count,
-        eos_token_ids=tuple(end_tokens(path, config)),
-        fingerprint=vocabulary_fingerprint(str(path)),
-        folder=path,
-        rows_invariant=True,
-        kv_cache_dtype=engine.kv_cache_dtype,
     )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from paceline.model.layer_weights import QuantizedWeight
-from paceline.model.packed_integers import BLOCK, UNIT
-from paceline.model.quantization import ReadTensor, Settings, block_of, needed, scale_of, spread_scales
+from paceline.model.packed_integers import BLOCK, UNIT, ReadTensor, Settings, needed
+from paceline.model.quantization import block_of, scale_of, spread_scales
 
 E4M3, MXFP4 = 1005, 39
 """`BlockType` of blocks.hpp."""

@@ -5,33 +5,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from paceline.config import EngineConfig
 from paceline.model.attention import Heads, KVCache
-from paceline.model.layer_weights import LLAMA, LayerVariant, LayerWeights, QuantizedWeight, RotaryTables, Weight
+from paceline.model.layer_weights import (
+    HEAD_NORMS,
+    LLAMA,
+    MATRICES,
+    NORMS,
+    LayerVariant,
+    LayerWeights,
+    QuantizedWeight,
+    RotaryTables,
+    Weight,
+)
+from paceline.model.loading import end_tokens, positions_of
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.native.native_product import dequantize
 from paceline.model.rows import Row
+from paceline.text import vocabulary_fingerprint
 
-MATRICES: Mapping[str, str] = {
-    **{"query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj"},
-    **{"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
-}
-"""Matrices of a layer, and transformers' names for them."""
 STACKED: Mapping[str, Sequence[str]] = {
     "self_attn.qkv_proj": ("query", "key", "value"),
     "mlp.gate_up_proj": ("gate", "up"),
 }
 """Matrices that some kinds have as rows of one, in this order."""
-HEAD_NORMS: Mapping[str, str] = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-NORMS: Mapping[str, str] = {
-    **{"input_norm": "input_layernorm", "inner_norm": "post_attention_layernorm"},
-    **HEAD_NORMS,
-}
 FOUR_NORMS: Mapping[str, str] = {
     **{"input_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm"},
     **{"inner_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
@@ -124,6 +128,24 @@ class PackedNetwork:
     """Limit of logits, by tanh."""
     layer_packed: Callable[[], None] = lambda: None
     """Called when a layer's weights have been copied."""
+
+
+def packed_info(name: str, path: Path, config: Any, engine: EngineConfig) -> ModelInfo:
+    """Of the model in a folder or a file. Raises ValueError if it has fewer positions than `engine` asks for, and what
+    reading the vocabulary raises."""
+    positions = positions_of(config, name, engine.max_model_len)
+    return ModelInfo(
+        name=name,
+        vocabulary_size=int(config.vocab_size),
+        max_model_len=engine.max_model_len or positions,
+        layers=int(config.num_hidden_layers),
+        slots=engine.slot_count,
+        eos_token_ids=tuple(end_tokens(path, config)),
+        fingerprint=vocabulary_fingerprint(str(path)),
+        folder=path,
+        rows_invariant=True,
+        kv_cache_dtype=engine.kv_cache_dtype,
+    )
 
 
 class PackedModel(TransformersModel):

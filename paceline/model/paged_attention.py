@@ -26,7 +26,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.model.attention import AttentionOptions, Heads, KVCache, apply_sinks, merge_parts
-from paceline.model.rows import EMPTY_PREFIX, GROUP, NULL_SLOT, TILE, Prefix, Row, SlotTable, device_integers
+from paceline.model.rows import (
+    EMPTY_PREFIX,
+    GROUP,
+    NULL_SLOT,
+    TILE,
+    Prefix,
+    Row,
+    SlotTable,
+    device_integers,
+    row_columns,
+)
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +90,7 @@ def attend_once(kernel: PagedAttention, heads: Heads, dtype: torch.dtype, device
     PagedPass.of(cache, kernel, [SlotTable([1]).row(0, 0)]).attend(query, key, key, 0, AttentionOptions(1.0))
 
 
-@dataclass(frozen=True, slots=True)
-class PathTables:
+class PathTables(NamedTuple):
     """The slots that the rows of a pass see under one sliding window. Runs without rows may follow the others.
 
     run_starts int32 [S + 1]: the first row of each run, and R. prefixes int32 [S, N], prefix_lengths int32 [S].
@@ -140,14 +149,7 @@ class PathTables:
 
     def first(self, size: int) -> PathTables:
         """The tables of the first rows, in the same memory."""
-        return PathTables(
-            self.run_starts[: size + 1],
-            self.prefixes[:size],
-            self.prefix_lengths[:size],
-            self.has_prefix[:size],
-            self.tails[:size],
-            self.tail_lengths[:size],
-        )
+        return PathTables(self.run_starts[: size + 1], *(table[:size] for table in self[1:]))
 
     def load(self, other: PathTables) -> None:
         """Copy tables of as many rows into these. Runs that are left have no rows."""
@@ -156,11 +158,7 @@ class PathTables:
         self.run_starts[: runs + 1].copy_(other.run_starts)
         self.prefixes[:runs, :longest].copy_(other.prefixes)
         self.prefix_lengths[:runs].copy_(other.prefix_lengths)
-        for mine, theirs in (
-            (self.has_prefix, other.has_prefix),
-            (self.tails, other.tails),
-            (self.tail_lengths, other.tail_lengths),
-        ):
+        for mine, theirs in zip(self[3:], other[3:], strict=True):
             mine.copy_(theirs)
 
 
@@ -180,16 +178,7 @@ class PagedPass:
     def of(cls, cache: KVCache, attention: PagedAttention, rows: Sequence[Row], size: int | None = None) -> PagedPass:
         """`size`: rows with padding; None: the next multiple of GROUP."""
         size = size or -(-len(rows) // GROUP) * GROUP
-        padding = size - len(rows)
-        tokens, positions, slots = device_integers(
-            [
-                [row.token for row in rows] + [0] * padding,
-                [row.position for row in rows] + [0] * padding,
-                [row.slot for row in rows] + [cache.padding_slot] * padding,
-            ],
-            cache.device,
-        )
-        return cls(cache, attention, tokens, positions, slots, {}, rows)
+        return cls(cache, attention, *row_columns(rows, size, cache.padding_slot, cache.device), {}, rows)
 
     @classmethod
     def empty(

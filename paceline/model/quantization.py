@@ -13,35 +13,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-
-ReadTensor = Callable[[str], Tensor | None]
-"""Reads a module's tensor by the last part of its name; None if there is none."""
-Settings = Mapping[str, Any]
-"""`quantization_config` of config.json."""
+from paceline.model.packed_integers import (
+    AUTO_ROUND_PACKINGS,
+    PACKED_BITS,
+    MissingTensorError,
+    PackedShapeError,
+    ReadTensor,
+    Settings,
+    integer_numbers,
+    needed,
+    weight_groups,
+)
 
 SCALES = ("weight_scale", "weight_scale_inv")
 QUANTIZED_SUFFIXES = frozenset(
     {
-        *SCALES,
-        "g_idx",
-        "input_scale",
-        "input_global_scale",
-        "output_scale",
-        "input_zero_point",
-        "qweight",
-        "qzeros",
-        "scales",
-        "weight_g_idx",
-        "weight_packed",
-        "weight_shape",
-        "weight_zero_point",
-        "activation_scale",
+        *(*SCALES, "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"),
+        *("qweight", "qzeros", "scales", "g_idx"),
+        *("input_scale", "input_global_scale", "input_zero_point", "output_scale", "activation_scale"),
     }
 )
 """Last parts of the names of a quantised weight's tensors."""
@@ -49,18 +43,6 @@ COMPRESSED = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp8-quantized"),
 )
-GPTQ_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
-AUTO_ROUND_PACKINGS: Mapping[str, Settings] = {
-    "auto_round": GPTQ_V2,
-    "auto_round:gptqmodel": GPTQ_V2,
-    "auto_round:auto_gptq": {"quant_method": "gptq"},
-    "auto_round:auto_awq": {"quant_method": "awq"},
-}
-"""By `packing_format`, settings with the same tensors."""
-PACKED_BITS = (1, 2, 4, 8)
-AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The index within a 32-bit word of each of eight neighbouring columns."""
-INT32_BITS = 32
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of e2m1 by its lower three bits (OCP Microscaling Formats 1.0); the fourth is the sign."""
 
@@ -126,25 +108,9 @@ def reading_module(checkpoint: Checkpoint, module: str) -> Iterator[ReadTensor]:
         raise CheckpointError(f"{checkpoint}: {module} {error}: download it again") from error
 
 
-class MissingTensorError(Exception):
-    """A module lacks a tensor."""
-
-
-class PackedShapeError(Exception):
-    """A module's tensors do not fit each other."""
-
-
 def _split(name: str) -> tuple[str, str]:
     module, _, part = name.rpartition(".")
     return module, part
-
-
-def needed(part: ReadTensor, name: str) -> Tensor:
-    """Raises `MissingTensorError` if there is none."""
-    tensor = part(name)
-    if tensor is None:
-        raise MissingTensorError(name)
-    return tensor
 
 
 def _scaled(part: ReadTensor, settings: Settings) -> Tensor:
@@ -197,16 +163,7 @@ def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
         return _scaled(part, settings)
     if packed.dtype == torch.uint8:
         return _mxfp4(part, packed)
-    rows, columns = (int(size) for size in needed(part, "weight_shape").tolist())
-    bits = packed_bits(packed, columns)
-    weight = _signed(packed, bits, 1)[:rows, :columns]
-    scale = needed(part, "weight_scale").float()
-    zero = part("weight_zero_point")
-    groups = part("weight_g_idx")
-    each = (lambda x: spread_scales(x, (rows, columns), None)) if groups is None else (lambda x: x[:, groups.long()])
-    if zero is not None:
-        weight = weight - each(_signed(zero, bits, 0)[:rows] if zero.dtype == torch.int32 else zero.float())
-    return weight * each(scale)
+    return integer_numbers(part, settings)
 
 
 def _mxfp4(part: ReadTensor, packed: Tensor) -> Tensor:
@@ -217,67 +174,6 @@ def _mxfp4(part: ReadTensor, packed: Tensor) -> Tensor:
     if scale is None:
         raise MissingTensorError("weight_scale")
     return numbers * spread_scales(scale, numbers.shape, None)
-
-
-def _signed(packed: Tensor, bits: int, axis: int) -> Tensor:
-    """Signed numbers, which are stored with an offset."""
-    numbers: Tensor = unpacked(packed, bits, axis).float() - 2 ** (bits - 1)
-    return numbers
-
-
-def _awq(part: ReadTensor, settings: Settings) -> Tensor:
-    bits, columns = packed_bits(needed(part, "qzeros"), needed(part, "scales").shape[1]), torch.tensor(AWQ_COLUMNS)
-
-    def ordered(name: str) -> Tensor:
-        numbers = unpacked(needed(part, name), bits, 1).unflatten(1, (-1, len(columns)))
-        result: Tensor = numbers[:, :, columns].flatten(1).float()
-        return result
-
-    weight, zeros, scales = ordered("qweight"), ordered("qzeros"), needed(part, "scales").float()
-    group = len(weight) // len(scales)
-    return ((weight - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)).T.contiguous()
-
-
-def _gptq(part: ReadTensor, settings: Settings) -> Tensor:
-    scales, packed_zeros = needed(part, "scales").float(), needed(part, "qzeros")
-    bits = packed_bits(packed_zeros, scales.shape[1])
-    weight = unpacked(needed(part, "qweight"), bits, 0).float()
-    zeros = gptq_zeros(packed_zeros, bits, settings)
-    groups = part("g_idx")
-    if groups is None:
-        groups = torch.arange(len(weight)) // (len(weight) // len(scales))
-    groups = groups.long()
-    return ((weight - zeros.float()[groups]) * scales[groups]).T.contiguous()
-
-
-def gptq_zeros(packed: Tensor, bits: int, settings: Settings) -> Tensor:
-    """int32 [groups, out]. All but GPTQModel's second format store them less 1."""
-    zeros = unpacked(packed, bits, 1)
-    return zeros if settings.get("checkpoint_format", "gptq") == "gptq_v2" else (zeros + 1) & (2**bits - 1)
-
-
-def packed_bits(packed: Tensor, numbers: int) -> int:
-    """Of a number, where int32 words along the last axis hold so many: modules of a checkpoint may differ.
-
-    Raises `PackedShapeError`.
-    """
-    words = packed.shape[-1]
-    if fitting := [bits for bits in PACKED_BITS if math.ceil(numbers * bits / INT32_BITS) == words]:
-        return fitting[-1]
-    raise PackedShapeError(f"has {numbers} numbers in {words} words of 32 bits")
-
-
-def unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
-    """The numbers packed in int32 words, lowest bits first: int32, `INT32_BITS / bits` times as many along `axis`."""
-    shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
-    numbers = (packed.unsqueeze(axis + 1) >> shifts.view(-1, *[1] * (packed.dim() - 1 - axis))) & (2**bits - 1)
-    joined: Tensor = numbers.flatten(axis, axis + 1)
-    return joined
-
-
-def weight_groups(settings: Settings) -> list[Mapping[str, Any]]:
-    """compressed-tensors' settings for weights, of its groups of modules. Some groups are of activations alone."""
-    return [group["weights"] for group in settings.get("config_groups", {}).values() if group.get("weights")]
 
 
 def _check_modelopt(settings: Settings) -> str | None:
@@ -310,16 +206,6 @@ def _check_gptq(settings: Settings) -> str | None:
     return None if form in ("gptq", "gptq_v2") and bits in (2, 4, 8) else f"{form} of {bits} bits"
 
 
-def _auto_round(part: ReadTensor, settings: Settings) -> Tensor:
-    equal = auto_round_equal(settings)
-    return METHODS[equal["quant_method"]][1](part, equal)
-
-
-def auto_round_equal(settings: Settings) -> Settings:
-    """The settings of AWQ or GPTQ whose tensors are the same. auto-round's own packing is GPTQ's second format."""
-    return AUTO_ROUND_PACKINGS[settings["packing_format"]]
-
-
 def _check_auto_round(settings: Settings) -> str | None:
     packing, bits, kind = settings.get("packing_format"), settings.get("bits"), settings.get("data_type", "int")
     known = packing in AUTO_ROUND_PACKINGS and kind == "int" and bits in ((4,) if "awq" in str(packing) else (2, 4, 8))
@@ -330,8 +216,8 @@ METHODS: Mapping[str, tuple[Callable[[Settings], str | None], Callable[[ReadTens
     "fp8": (lambda settings: None, _scaled),
     "modelopt": (_check_modelopt, _scaled),
     "compressed-tensors": (_check_compressed, _compressed),
-    "awq": (_check_awq, _awq),
-    "gptq": (_check_gptq, _gptq),
-    "auto-round": (_check_auto_round, _auto_round),
+    "awq": (_check_awq, integer_numbers),
+    "gptq": (_check_gptq, integer_numbers),
+    "auto-round": (_check_auto_round, integer_numbers),
 }
 """By `quant_method`: a check that names an unknown format, and a function that returns a module's weight, float32."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.model_length import with_yarn
+
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds whose frequencies transformers chooses in every pass by the longest sequence: LongRoPE (Ding et al. 2024) and
 dynamic NTK scaling."""
@@ -21,13 +23,9 @@ def rope_settings(config: Any) -> list[Mapping[str, Any]]:
 
 
 def positions_in(config: Any) -> int:
-    """Positions of a model, with those that YaRN adds, as vLLM counts them; 0 if its configuration does not say."""
-    scaled = [
-        int(float(rope.get("factor") or 0) * int(rope.get("original_max_position_embeddings") or 0))
-        for rope in rope_settings(config)
-        if rope.get("rope_type") == "yarn"
-    ]
-    return max(int(getattr(config, "max_position_embeddings", None) or 0), *scaled, 0)
+    """The number of positions in transformers' configuration, with those that YaRN adds; 0 if it has none."""
+    positions = int(getattr(config, "max_position_embeddings", None) or 0)
+    return max((with_yarn(rope, positions) for rope in rope_settings(config)), default=positions)
 
 
 def check_rope(config: Any) -> None:

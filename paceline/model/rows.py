@@ -138,7 +138,6 @@ class RowBatch:
     each row of a group sees. `segments` has no rows without a prefix.
     """
 
-    count: int
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -154,6 +153,13 @@ def device_integers(values: Any, device: torch.device, dtype: torch.dtype = torc
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def row_columns(rows: Sequence[Row], size: int, padding_slot: int, device: torch.device) -> torch.Tensor:
+    """Tokens, positions and slots, int64 [3, `size`]. Padding rows come last and write to `padding_slot`."""
+    columns = [[row.token, row.position, row.slot] for row in rows]
+    columns += [[0, 0, padding_slot]] * (size - len(rows))
+    return device_integers(torch.tensor(columns, dtype=torch.int64).view(-1, 3).T.contiguous(), device)
+
+
 def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int) -> RowBatch:
     """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last and write to
     `padding_slot`: they may compute NaN, which a masked column would spread."""
@@ -161,7 +167,8 @@ def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int
     def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return device_integers(values, device)
 
-    padding = -len(rows) % GROUP
+    size = -(-len(rows) // GROUP) * GROUP
+    tokens, positions, slots = row_columns(rows, size, padding_slot, device)
     tails = [row.tile for row in rows]
     tiles: list[int] = []
     groups: list[list[int]] = []
@@ -174,10 +181,9 @@ def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int
         groups.append(members)
         reach.append([len(tails[r]) - 1 for r in members])
     return RowBatch(
-        count=len(rows),
-        tokens=integers([r.token for r in rows] + [0] * padding),
-        positions=integers([r.position for r in rows] + [0] * padding),
-        slots=integers([r.slot for r in rows] + [padding_slot] * padding),
+        tokens=tokens,
+        positions=positions,
+        slots=slots,
         tiles=integers(tiles),
         groups=integers(groups),
         reach=integers(reach),

@@ -12,6 +12,8 @@ from paceline.parsing.text_reader import Steps, TextReader
 JsonSchema: TypeAlias = Mapping[str, object]
 Tools: TypeAlias = Mapping[str, JsonSchema]
 """The schemas of the arguments of a request's tools, by the tools' names."""
+JSON_CALL = ('{"name": "', '", "arguments": ', "}")
+"""See `ToolFormat.call`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,9 @@ class ToolFormat:
     """Texts of the tokens that structure the output. Special tokens among them reach the parser as text."""
     template_signs: tuple[str, ...]
     """Texts of a chat template that has this format; the template must have all of them."""
-    begin: str
-    """The text before a call's name. With `middle` and `end`: how a grammar writes a call."""
-    middle: str
-    """The text between a call's name and its arguments, a JSON object."""
-    end: str
+    call: tuple[str, str, str]
+    """How a grammar writes a call: the text before its name, between that and its arguments, a JSON object, and behind
+    them."""
     separator: str = ""
     """The text between two calls."""
     opening: str = ""
@@ -52,7 +52,7 @@ class ToolFormat:
     @property
     def first_marker(self) -> str:
         """The marker with which calls begin; "": they may begin without one."""
-        written = (self.opening + self.begin).lstrip()
+        written = (self.opening + self.call[0]).lstrip()
         return next((marker for marker in self.markers if marker and written.startswith(marker)), "")
 
     def call_id(self, request_id: str, index: int) -> str:

@@ -59,12 +59,13 @@ def forced_call_grammar(
 def _call(tool_format: ToolFormat, name: str, schema: JsonSchema, special: SpecialTokens, *, strict: bool) -> str:
     if json.dumps(name, ensure_ascii=False) != f'"{name}"':
         raise GrammarError(f"the tool name {name!r} has a quotation mark, a backslash or a control character")
-    head = merged([*special.split(tool_format.begin), name, *special.split(tool_format.middle)])
+    before, between, behind = map(special.split, tool_format.call)
+    head = merged([*before, name, *between])
     try:
         arguments = json_part({"type": "object", **schema}, strict=strict)
     except GrammarError as error:
         raise GrammarError(f"{name}: {error}") from None
-    return f"{lark_parts(head)} {arguments} {lark_parts(special.split(tool_format.end))}"
+    return f"{lark_parts(head)} {arguments} {lark_parts(behind)}"
 
 
 def grammar_start(

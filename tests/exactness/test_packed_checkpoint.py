@@ -22,12 +22,12 @@ from paceline.memory_plan import _outlined
 from paceline.model import load
 from paceline.model.block_quantization import TYPES, quantized
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.integer_formats import integers
-from paceline.model.layer_weights import LayerWeights, QuantizedWeight
+from paceline.model.layer_weights import MATRICES, LayerWeights, QuantizedWeight
 from paceline.model.native import native_network
 from paceline.model.native.native_product import dequantize
 from paceline.model.packed_floats import floats
-from paceline.model.packed_model import MATRICES, PackedModel
+from paceline.model.packed_integers import integers
+from paceline.model.packed_model import PackedModel
 from paceline.model.quantization import METHODS, dequantized_module
 from tests.helpers.checkpoints import change_config, change_weights, save_tokenizer
 from tests.helpers.gguf_files import BASE, tiny_config

@@ -21,9 +21,8 @@ from paceline.drafting.methods.eagle3 import Eagle3Network
 from paceline.drafting.methods.mtp import load_mtp
 from paceline.memory_plan import draft_memory
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.layer_weights import LayerWeights, QuantizedWeight
+from paceline.model.layer_weights import MATRICES, LayerWeights, QuantizedWeight
 from paceline.model.native import native_network
-from paceline.model.packed_model import MATRICES
 from paceline.model.rows import SlotTable
 from paceline.model.target_weights import load_target_weights
 from tests.helpers import head_methods

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from paceline import family
 from paceline.cli.deployment import DeploymentOptions
@@ -20,7 +21,8 @@ from paceline.engine.draft_client import NoDraftClient
 from paceline.grammar.grammar_vocabulary import GrammarVocabulary
 from paceline.launcher import StartError
 from paceline.model import load
-from paceline.model_names import ModelNotFoundError
+from paceline.model.checkpoint import check_files
+from paceline.model_names import BrokenFileError, ModelNotFoundError
 from paceline_services.draft.speculator_process import load_speculator
 from paceline_services.gateway.server import _load_tokenizer
 from paceline_services.target.engine_process import build_drafting, build_engine
@@ -302,3 +304,26 @@ def test_serve_keeps_the_lookups_beside_a_broken_draft(checkpoint: Path, copy: P
     assert planned.strategy.name == "residual"
     alone = _planned(DeploymentOptions(str(checkpoint), draft(copy))).speculation
     assert not alone.enabled
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("no memory is left")])
+def test_memory_that_runs_out_is_no_refusal(copy: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another start may find more: the exit code of a refusal would prevent it."""
+
+    def from_pretrained(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(type(error)) as raised:
+        load(str(copy), CONFIG)
+    assert raised.value is error
+
+
+def test_an_index_that_is_left_over_beside_safetensors_is_not_blamed(copy: Path) -> None:
+    """A publisher converted the weights, and left the index of the old files."""
+    index = json.dumps({"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00002.bin"}})
+    (copy / "pytorch_model.bin.index.json").write_text(index)
+    check_files(copy)
+    (copy / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BrokenFileError, match=r"names pytorch_model-00001-of-00002\.bin, which is not there"):
+        check_files(copy)

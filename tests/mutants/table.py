@@ -404,8 +404,8 @@ MUTANTS = (
     Mutant(
         "padding rows write where masked columns point",
         "paceline/model/rows.py",
-        "[padding_slot] * padding",
-        "[NULL_SLOT] * padding",
+        "[[0, 0, padding_slot]]",
+        "[[0, 0, NULL_SLOT]]",
         ROWS,
     ),
     Mutant(
@@ -488,8 +488,8 @@ MUTANTS = (
     Mutant(
         "a CUDA graph keeps the tails of an earlier pass",
         "paceline/model/paged_attention.py",
-        "            (self.tails, other.tails),\n",
-        "",
+        "zip(self[3:], other[3:], strict=True)",
+        "zip(self[3:4], other[3:4], strict=True)",
         FLASH,
     ),
     Mutant(
@@ -700,30 +700,30 @@ MUTANTS = (
     ),
     Mutant(
         "AWQ's columns stay in the order of its words",
-        "paceline/model/integer_formats.py",
+        "paceline/model/packed_integers.py",
         "numbers[:, :, columns].flatten(1)",
         "numbers.flatten(1)",
         PACKED_FOLDERS,
     ),
     Mutant(
         "GPTQ's zeros are those that are stored, one less than meant",
-        "paceline/model/quantization.py",
+        "paceline/model/packed_integers.py",
         "else (zeros + 1) & (2**bits - 1)",
         "else zeros",
         PACKED_FOLDERS,
     ),
     Mutant(
         "all modules have the bits of the first group",
-        "paceline/model/quantization.py",
+        "paceline/model/packed_integers.py",
         "        return fitting[-1]",
         "        return 4",
         MIXED_BITS,
     ),
     Mutant(
         "GPTQ's groups in the order of activations are taken for neighbours",
-        "paceline/model/integer_formats.py",
-        'return matrix if _are_neighbours(part("g_idx"), matrix.group) else None',
-        "return matrix",
+        "paceline/model/packed_integers.py",
+        "return whole and (self.group_of is None or torch.equal(self.group_of.long(), self._neighbours))",
+        "return whole",
         PACKED_FOLDERS,
     ),
     Mutant(

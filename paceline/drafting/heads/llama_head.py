@@ -14,11 +14,11 @@ from paceline.drafting.heads.head_network import HeadNetwork, HeadOutput
 from paceline.drafting.heads.head_weights import HeadWeights, OutputProjection
 from paceline.model.attention import Heads, KVCache
 from paceline.model.block_quantization import BROADEST, quantized
-from paceline.model.layer_weights import DecoderLayerWeights, LayerWeights, RotaryTables, StateFusion, Weight
+from paceline.model.layer_weights import MATRICES, DecoderLayerWeights, LayerWeights, RotaryTables, StateFusion, Weight
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.network_factory import Network, make_network
-from paceline.model.packed_model import HEAD_UNIT, MATRICES
+from paceline.model.packed_model import HEAD_UNIT
 from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
 

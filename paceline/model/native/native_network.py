@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.model.attention import Heads, KVCache
 from paceline.model.layer_weights import (
     LLAMA,
+    MATRICES,
     AllReduce,
     LayerVariant,
     LayerWeights,
@@ -48,7 +49,6 @@ class _Weights(ctypes.Structure):
 
 
 class _LayerSpec(ctypes.Structure):
-    MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
     VECTORS = (
         *("input_norm", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
         *("output_bias", "inner_norm", "gate_bias", "up_bias", "down_bias"),
@@ -229,7 +229,7 @@ class _Addresses:
         self._kept: list[Weight] = []
 
     def layer(self, layer: LayerWeights[Any], rotary: RotaryTables) -> _LayerSpec:
-        matrices = (self.weights(getattr(layer, name)) for name in _LayerSpec.MATRICES)
+        matrices = (self.weights(getattr(layer, name)) for name in MATRICES)
         vectors = (self.vector(getattr(layer, name)) for name in _LayerSpec.VECTORS)
         tables = address(rotary.cosines), address(rotary.sines)
         return _LayerSpec(*matrices, *vectors, *tables, layer.window, layer.query.shape[1])

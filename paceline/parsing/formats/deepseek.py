@@ -43,13 +43,11 @@ DEEPSEEK_V3 = ToolFormat(
     parse,
     markers=(CALLS_BEGIN, CALLS_END, BEGIN, SEPARATOR, END),
     template_signs=(BEGIN, FENCE + "json"),
-    begin=BEGIN + "function" + SEPARATOR,
-    middle="\n" + FENCE + "json\n",
-    end="\n" + FENCE + END,
+    call=(BEGIN + "function" + SEPARATOR, "\n" + FENCE + "json\n", "\n" + FENCE + END),
     separator="\n",
     opening=CALLS_BEGIN,
     closing=CALLS_END,
 )
 DEEPSEEK_V31 = replace(
-    DEEPSEEK_V3, name="deepseek_v31", template_signs=(BEGIN,), begin=BEGIN, middle=SEPARATOR, end=END, separator=""
+    DEEPSEEK_V3, name="deepseek_v31", template_signs=(BEGIN,), call=(BEGIN, SEPARATOR, END), separator=""
 )

@@ -47,9 +47,7 @@ FUNCTIONARY_V3_2 = ToolFormat(
     parse,
     markers=(),
     template_signs=(">>>all",),
-    begin="",
-    middle="\n",
-    end="",
+    call=("", "\n", ""),
     separator=BEGIN,
     wraps_content=True,
 )
@@ -58,7 +56,5 @@ FUNCTIONARY_V3_1 = ToolFormat(
     parse_v3_1,
     markers=(),
     template_signs=("<|start_header_id|>", FUNCTION, "}" + FUNCTION_END),
-    begin=FUNCTION,
-    middle=">",
-    end=FUNCTION_END,
+    call=(FUNCTION, ">", FUNCTION_END),
 )

@@ -99,7 +99,5 @@ GEMMA4 = ToolFormat(
     parse,
     markers=(BEGIN, END, QUOTE),
     template_signs=(BEGIN, CALL, QUOTE),
-    begin=BEGIN + CALL,
-    middle="",
-    end=END,
+    call=(BEGIN + CALL, "", END),
 )

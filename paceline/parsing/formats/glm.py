@@ -58,17 +58,14 @@ GLM45 = ToolFormat(
     partial(parse, ""),
     markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     template_signs=("<tool_call>", "</arg_key>\n<arg_value>"),
-    begin="<tool_call>",
-    middle="\n",
-    end="\n</tool_call>",
+    call=("<tool_call>", "\n", "\n</tool_call>"),
     separator="\n",
 )
 GLM47 = replace(
     GLM45,
     name="glm47",
     template_signs=("<tool_call>", "<arg_key>", "<arg_value>"),
-    middle="",
-    end="</tool_call>",
+    call=("<tool_call>", "", "</tool_call>"),
     separator="",
 )
 
@@ -80,9 +77,11 @@ def _hunyuan(name: str, suffix: str, template_signs: tuple[str, ...]) -> ToolFor
         partial(parse, suffix),
         markers=(calls, calls_end, separator, *_markers(suffix, *(marker[:-1] for marker in GLM45.markers))),
         template_signs=template_signs,
-        begin=f"<tool_call{suffix}>",
-        middle=separator + "\n",
-        end=f"\n</tool_call{suffix}>\n",  # a grammar cannot tell a line break from one that begins a marker
+        call=(
+            f"<tool_call{suffix}>",
+            separator + "\n",
+            f"\n</tool_call{suffix}>\n",
+        ),  # a grammar cannot tell a line break from one that begins a marker
         opening=calls + "\n",
         closing=calls_end,
     )

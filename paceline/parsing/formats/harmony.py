@@ -118,9 +118,7 @@ OPENAI = ToolFormat(
     parse,
     markers=(START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),
     template_signs=(START, CHANNEL, MESSAGE),
-    begin=f"{CHANNEL}commentary to={FUNCTIONS}",
-    middle=f" {CONSTRAIN}json{MESSAGE}",
-    end="",  # then the model ends its turn
+    call=(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", ""),  # then the model ends its turn
     separator=f"<|end|>{START}assistant",
     opening=f"{START}assistant",  # behind the reasoning's end
     reads_reasoning=True,

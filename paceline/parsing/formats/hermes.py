@@ -31,8 +31,6 @@ HERMES = ToolFormat(
     parse,
     markers=(BEGIN, END),
     template_signs=(BEGIN, '"name"', '"arguments"'),
-    begin=BEGIN + '\n{"name": "',
-    middle='", "arguments": ',
-    end="}\n" + END,
+    call=(BEGIN + '\n{"name": "', '", "arguments": ', "}\n" + END),
     separator="\n",
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from paceline.parsing.json_text import call_object
 from paceline.parsing.object_calls import call_list
 from paceline.parsing.text_reader import Content, Steps, TextReader
-from paceline.parsing.tool_format import ToolFormat, Tools
+from paceline.parsing.tool_format import JSON_CALL, ToolFormat, Tools
 
 BEGIN, END = "<tool_calls>", "</tool_calls>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
@@ -38,9 +38,7 @@ HUNYUAN_A13B = ToolFormat(
     parse,
     markers=(BEGIN, END, ANSWER, ANSWER_END),
     template_signs=("<tool_calls>[", "<|extra_0|>"),
-    begin='{"name": "',
-    middle='", "arguments": ',
-    end="}",
+    call=JSON_CALL,
     separator=", ",
     opening=f"{BEGIN}[",
     closing=f"]{END}",

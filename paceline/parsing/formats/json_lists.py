@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from paceline.parsing.json_text import call_by_name, call_fields, call_object, json_string, json_value
 from paceline.parsing.object_calls import call_list
 from paceline.parsing.text_reader import Content, Steps, TextReader
-from paceline.parsing.tool_format import ToolFormat, Tools
+from paceline.parsing.tool_format import JSON_CALL, ToolFormat, Tools
 
 ReadCall = Callable[[TextReader, Tools], Steps[bool]]
 
@@ -45,12 +45,7 @@ class _Family:
                 yield from reader.skip_closing(self.end)
 
     def tool_format(
-        self,
-        name: str,
-        template_signs: tuple[str, ...],
-        begin: str = '{"name": "',
-        middle: str = '", "arguments": ',
-        end: str = "}",
+        self, name: str, template_signs: tuple[str, ...], call: tuple[str, str, str] = JSON_CALL
     ) -> ToolFormat:
         opening = self.begins[0]
         return ToolFormat(
@@ -58,9 +53,7 @@ class _Family:
             self.parse,
             markers=(*self.begins, self.end, *self.dropped, *self.tokens),
             template_signs=template_signs,
-            begin=begin,
-            middle=middle,
-            end=end,
+            call=call,
             separator=", ",
             opening=opening if opening.endswith("[") else f"{opening}[",
             closing=f"]{self.end}",
@@ -68,10 +61,10 @@ class _Family:
         )
 
     def without_list(
-        self, name: str, template_signs: tuple[str, ...], begin: str, middle: str = '", "arguments": '
+        self, name: str, template_signs: tuple[str, ...], begin: str, middle: str = JSON_CALL[1]
     ) -> ToolFormat:
         """A format with the marker before each call. `begin`: the text before a call's object."""
-        listed = self.tool_format(name, template_signs, begin + '{"name": "', middle, "}" + self.end)
+        listed = self.tool_format(name, template_signs, (begin + JSON_CALL[0], middle, "}" + self.end))
         return replace(listed, separator="", opening="", closing="")
 
 
@@ -97,13 +90,15 @@ APRIEL = _Family(("<tool_calls>",), "</tool_calls>").tool_format("apriel", ("<to
 GRANITE = _Family(("<|tool_call|>", "<tool_call>")).tool_format("granite", ("<|tool_call|> followed by a JSON list",))
 PHI4_MINI = _Family(("<|tool_call|>", "functools["), "<|/tool_call|>").tool_format("phi4_mini_json", ("<|/tool|>",))
 APERTUS = _Family(("<|tools_prefix|>",), "<|tools_suffix|>", _named_by_key).tool_format(
-    "apertus", ("<|tools_prefix|>",), '{"', '": '
+    "apertus", ("<|tools_prefix|>",), ('{"', '": ', "}")
 )
 COHERE_COMMAND3 = _Family(
     ("<|START_ACTION|>",),
     "<|END_ACTION|>",
     dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-).tool_format("cohere_command3", ("<|START_ACTION|>",), '{"tool_call_id": "0", "tool_name": "', '", "parameters": ')
+).tool_format(
+    "cohere_command3", ("<|START_ACTION|>",), ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
+)
 XLAM = _Family(("[",), call=_bare).tool_format("xlam", ())
 """Nothing marks its calls but the list itself: a tool must have their names."""
 GIGACHAT3 = _Family(

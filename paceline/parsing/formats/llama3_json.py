@@ -47,9 +47,7 @@ LLAMA3_JSON = ToolFormat(
     parse,
     markers=(TAG, "<|start_header_id|>", "<|end_header_id|>"),
     template_signs=("<|start_header_id|>", '"parameters"'),
-    begin='{"name": "',
-    middle='", "parameters": ',
-    end="}",
+    call=('{"name": "', '", "parameters": ', "}"),
     separator="; ",
 )
 LLAMA4_JSON = replace(

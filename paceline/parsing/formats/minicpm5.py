@@ -39,7 +39,5 @@ MINICPM5 = ToolFormat(
     parse,
     markers=(),
     template_signs=(FUNCTION, PARAMETER),
-    begin=FUNCTION,
-    middle='">',
-    end=FUNCTION_END,
+    call=(FUNCTION, '">', FUNCTION_END),
 )

@@ -133,9 +133,7 @@ MINIMAX_M3 = ToolFormat(
     parse,
     markers=(TOKEN, "<tool_call>", "</tool_call>"),
     template_signs=(TOKEN, "<invoke name="),
-    begin=INVOKE,
-    middle='">',
-    end=f"{INVOKE_END}\n",
+    call=(INVOKE, '">', f"{INVOKE_END}\n"),
     opening=f"{BEGIN}\n",
     closing=END,
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from paceline.parsing.json_text import call_by_name, call_object
 from paceline.parsing.object_calls import call_list
 from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
-from paceline.parsing.tool_format import ToolFormat, Tools
+from paceline.parsing.tool_format import JSON_CALL, ToolFormat, Tools
 
 BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -39,15 +39,13 @@ MISTRAL = ToolFormat(
     parse,
     markers=(BEGIN, CALL_ID, ARGS),
     template_signs=(BEGIN,),
-    begin='{"name": "',
-    middle='", "arguments": ',
-    end="}",
+    call=JSON_CALL,
     separator=", ",
     opening=BEGIN + " [",
     closing="]",
     id_style="mistral",
 )
 MISTRAL_V11 = replace(
-    MISTRAL, template_signs=(BEGIN, ARGS), begin=BEGIN, middle=ARGS, end="", separator="", opening="", closing=""
+    MISTRAL, template_signs=(BEGIN, ARGS), call=(BEGIN, ARGS, ""), separator="", opening="", closing=""
 )
 """The same name: templates tell them apart."""

@@ -1,6 +1,8 @@
 """Calls as a list in Python: `[f(a=1, b="x"), g()]`, with Llama 4 between `<|python_start|>` and `<|python_end|>`.
 
-A bare list may as well be the answer: its calls are calls only if tools have their names.
+A bare list may as well be the answer: its calls are calls only if tools have their names. LFM2 writes such a list
+between `<|tool_call_start|>` and `<|tool_call_end|>`; OLMo 3 a call a line, between `<function_calls>` and
+`</function_calls>`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.parsing.argument_types import keywords_json
-from paceline.parsing.json_text import ValueScan
+from paceline.parsing.json_text import ValueScan, call_object
 from paceline.parsing.object_calls import call_list
 from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
@@ -54,13 +56,63 @@ PYTHONIC = ToolFormat(
     parse,
     markers=(),
     template_signs=("[func_name1(",),
-    begin="",
-    middle="(",
-    end=")",
+    call=("", "(", ")"),
     separator=", ",
     opening="[",
     closing="]",
 )
 LLAMA4_PYTHONIC = replace(
     PYTHONIC, name="llama4_pythonic", markers=(BEGIN, END), template_signs=("<|header_start|>", "[func_name1(")
+)
+
+
+LFM2_BEGIN, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO_BEGIN, OLMO_END = "<function_calls>", "</function_calls>"
+
+
+def parse_lfm2(reader: TextReader, tools: Tools) -> Steps[None]:
+    """Asked for JSON, LFM2 writes objects in place of the calls."""
+    while (yield from reader.until((LFM2_BEGIN,), Content)):
+        if (yield from reader.skip("[")):
+            call = call_object if (yield from reader.peek()) == "{" else partial(python_call, names=None)
+            found = yield from call_list(reader, call)
+        elif not (found := (yield from call_object(reader))):
+            yield Content(reader.since_mark())
+        if found:
+            yield from reader.skip_closing(LFM2_END)
+
+
+def parse_olmo3(reader: TextReader, tools: Tools) -> Steps[None]:
+    while (yield from reader.until((OLMO_BEGIN,), Content)):
+        first = reader.calls
+        while (yield from python_call(reader, names=None)):
+            yield from reader.skip(",")
+            if (yield from reader.next_of(OLMO_END)) or reader.ends_before(OLMO_END):
+                break
+            reader.mark()
+        else:
+            yield Content(reader.since_mark())
+        if reader.calls > first:
+            yield from reader.skip_closing(OLMO_END)
+
+
+LFM2 = ToolFormat(
+    "lfm2",
+    parse_lfm2,
+    markers=(LFM2_BEGIN, LFM2_END),
+    template_signs=(LFM2_BEGIN,),
+    call=("", "(", ")"),
+    separator=", ",
+    opening=LFM2_BEGIN + "[",
+    closing="]" + LFM2_END,
+)
+OLMO3 = ToolFormat(
+    "olmo3",
+    parse_olmo3,
+    markers=(OLMO_BEGIN, OLMO_END),
+    template_signs=(OLMO_BEGIN, OLMO_END),
+    call=("", "(", ")"),
+    separator="\n",
+    opening=OLMO_BEGIN,
+    closing=OLMO_END,
 )

@@ -1,6 +1,7 @@
 """Qwen3-Coder: `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, line breaks between them.
 
-Values are plain text. The tool's schema says which of them are numbers, lists and so on.
+Values are plain text. The tool's schema says which of them are numbers, lists and so on. Seed-OSS:
+`<seed:tool_call><function=f>`, and the same parameters in it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 from paceline.parsing.argument_types import argument_types, value_json
 from paceline.parsing.json_text import call_arguments
-from paceline.parsing.tagged_arguments import quoted
+from paceline.parsing.tagged_arguments import Argument, Tags, quoted, tagged_call
 from paceline.parsing.text_reader import SPACE, Content, Steps, TextReader, ToolArguments
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
@@ -146,9 +147,44 @@ QWEN3_CODER = ToolFormat(
     parse,
     markers=(BEGIN, END),
     template_signs=(BEGIN, FUNCTION, PARAMETER),
-    begin=f"{BEGIN}\n{FUNCTION}",
-    middle=">\n",
-    end=f"\n{FUNCTION_END}\n{END}",
+    call=(f"{BEGIN}\n{FUNCTION}", ">\n", f"\n{FUNCTION_END}\n{END}"),
     separator="\n",
 )
 QWEN3_XML = replace(QWEN3_CODER, name="qwen3_xml")
+
+
+SEED_BEGIN, SEED_END = "<seed:tool_call>", "</seed:tool_call>"
+
+
+def parse_seed(reader: TextReader, tools: Tools) -> Steps[None]:
+    """A model may forget `<seed:tool_call>`. Then a tool must have the function's name."""
+    while marker := (yield from reader.until((SEED_BEGIN, FUNCTION), Content)):
+        begun = marker == FUNCTION or (yield from reader.skip(FUNCTION))
+        name = (yield from reader.run(KEY)) if begun else ""
+        known = (name in tools or marker == SEED_BEGIN) and (yield from reader.accept(">"))
+        if known and (yield from tagged_call(reader, name, tools.get(name, {}), TAGS)):
+            yield from reader.skip_closing(SEED_END)
+        else:
+            yield Content(reader.since_mark())
+
+
+def _head(reader: TextReader, schema: JsonSchema) -> Steps[Argument | None]:
+    key = yield from reader.run(KEY)
+    return (key, argument_types(schema, key)) if key and (yield from reader.accept_cut(">")) else None
+
+
+TAGS = Tags(
+    PARAMETER,
+    _head,
+    {PARAMETER_END: (PARAMETER, FUNCTION_END), FUNCTION_END: (SEED_END, FUNCTION, SEED_BEGIN)},
+    FUNCTION_END,
+)
+"""A model may forget the end of a value."""
+SEED_OSS = ToolFormat(
+    "seed_oss",
+    parse_seed,
+    markers=(SEED_BEGIN, SEED_END),
+    template_signs=(SEED_BEGIN, FUNCTION, PARAMETER),
+    call=(f"{SEED_BEGIN}\n{FUNCTION}", ">\n", f"\n{FUNCTION_END}\n{SEED_END}"),
+    separator="\n",
+)

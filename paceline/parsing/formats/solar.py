@@ -56,9 +56,7 @@ SOLAR_OPEN = ToolFormat(
     parse,
     markers=(BEGIN, CALL_NAME, ARGUMENTS, END, *DROPPED),
     template_signs=(BEGIN, CALL_NAME),
-    begin=f"{BEGIN}0{CALL_NAME}",
-    middle=ARGUMENTS,
-    end=END,
+    call=(f"{BEGIN}0{CALL_NAME}", ARGUMENTS, END),
     opening=f"{MESSAGE}{ROLE}{CALLS}",
     wraps_content=True,
 )
@@ -67,8 +65,6 @@ SOLAR_OPEN2 = ToolFormat(
     parse_open2,
     markers=(START, END, ARGUMENT, VALUE, ARGUMENT_END),
     template_signs=(START, ARGUMENT),
-    begin=START,
-    middle="\n",
-    end=f"\n{END}",
+    call=(START, "\n", f"\n{END}"),
     separator="\n",
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.parsing.invoke_calls import QUOTED, InvokeTags
+from paceline.parsing.formats.invoke_calls import QUOTED, InvokeTags
 from paceline.parsing.tagged_arguments import tagged_call
 from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
@@ -49,9 +49,7 @@ STEP3 = ToolFormat(
     parse,
     markers=(CALLS_BEGIN, CALLS_END, BEGIN, SEPARATOR, END),
     template_signs=(BEGIN, TAGS.invoke),
-    begin=f"{BEGIN}{TYPE}{SEPARATOR}{TAGS.invoke}",
-    middle='">\n',
-    end=f"\n{TAGS.end('invoke')}{END}\n",
+    call=(f"{BEGIN}{TYPE}{SEPARATOR}{TAGS.invoke}", '">\n', f"\n{TAGS.end('invoke')}{END}\n"),
     opening=f"{CALLS_BEGIN}\n",
     closing=CALLS_END,
 )

@@ -27,7 +27,7 @@ class ForcedCalls:
 
     def identity(self) -> bytes:
         form, names = self.tool_format, (self.tool_format.name, self.reasoning and self.reasoning.name)
-        texts = form.begin, form.middle, form.end, form.separator, form.opening, form.closing  # names may be shared
+        texts = *form.call, form.separator, form.opening, form.closing  # names may be shared
         return json.dumps(["tools", *names, *texts, self.parallel, sorted(self.relaxed), self.tools]).encode()
 
     def to_grammar(self, tokenizer: Tokenizer) -> str:

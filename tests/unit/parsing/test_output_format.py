@@ -42,7 +42,7 @@ SPECIAL = re.compile(r"<\|[^<>\s|]+\|?>|<｜[^<>\s｜]+｜>|\[[A-Z_]{2,}\]")
 @pytest.mark.parametrize("form", DETECTED)
 def test_each_token_that_looks_special_is_a_marker(form: ToolFormat) -> None:
     """Other special tokens never reach a parser."""
-    written = form.opening + form.begin + form.middle + form.end + form.separator + form.closing
+    written = form.opening + "".join(form.call) + form.separator + form.closing
     assert set(SPECIAL.findall(written)) <= set(form.markers)
 
 
@@ -144,7 +144,8 @@ def test_calls_are_looked_for_where_the_request_has_tools() -> None:
 
 @pytest.mark.parametrize("form", DETECTED)
 def test_without_tools_there_are_no_calls(form: ToolFormat) -> None:
-    call = f"{form.opening}{form.begin}f{form.middle}{{}}{form.end}{form.closing}"
+    begin, middle, end = form.call
+    call = f"{form.opening}{begin}f{middle}{{}}{end}{form.closing}"
     assert any(
         isinstance(event, ToolCall) for event in OutputFormat(tools=form).parser({"f": {}}).feed(call, last=True)
     )

@@ -633,9 +633,9 @@ def test_reasoning_lasts_from_its_first_word_to_its_end_s_marker(
 
 @pytest.mark.parametrize("tool_format", DETECTED)
 def test_what_a_grammar_writes_is_read(tool_format: ToolFormat) -> None:
+    begin, middle, end = tool_format.call
     calls = [
-        tool_format.begin + name + tool_format.middle + arguments + tool_format.end
-        for name, arguments in (("get_weather", WEATHER), ("search", SEARCH))
+        begin + name + middle + arguments + end for name, arguments in (("get_weather", WEATHER), ("search", SEARCH))
     ]
     text = tool_format.opening + tool_format.separator.join(calls) + tool_format.closing
     assert joined(OutputParser(None, tool_format, tools=TOOLS).feed(text, last=True)) == BOTH

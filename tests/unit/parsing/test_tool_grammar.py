@@ -105,7 +105,8 @@ def test_the_parser_of_a_format_reads_what_the_grammar_forces(
 @pytest.mark.parametrize("name", FORMATS)
 def test_several_calls_are_forced_only_where_they_may_be(name: str) -> None:
     tool_format, tools = FORMATS[name], {"f": NO_PARAMETERS, "g": NO_PARAMETERS}
-    call = {each: f"{tool_format.begin}{each}{tool_format.middle}{{}}{tool_format.end}" for each in tools}
+    begin, middle, end = tool_format.call
+    call = {each: f"{begin}{each}{middle}{{}}{end}" for each in tools}
     text = f"{tool_format.opening}{call['f']}{tool_format.separator}{call['g']}{tool_format.separator}{call['f']}"
     tokens = SHIPPED.encode(text + tool_format.closing, add_special_tokens=False)
     for parallel in (True, False):

@@ -1,4 +1,8 @@
-"""Calls: `<invoke name="f">`, `<parameter name="a">1</parameter>`, ..., `</invoke>`, with markers around all calls."""
+"""Calls: `<invoke name="f">`, `<parameter name="a">1</parameter>`, ..., `</invoke>`, with markers around all calls.
+
+At the end a table of the families that write them. DeepSeek's versions differ in the name of the element around all
+calls; V4.1 has spaces behind the token.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +57,7 @@ class InvokeTags:
             partial(parse, self, self.arguments()),
             markers=markers,
             template_signs=template_signs,
-            begin=self.invoke,
-            middle='">\n',
-            end=f"\n{self.end('invoke')}\n",
+            call=(self.invoke, '">\n', f"\n{self.end('invoke')}\n"),
             opening=f"{self.section}\n",
             closing=self.section_end,
         )
@@ -88,3 +90,22 @@ def _head(reader: TextReader, schema: JsonSchema) -> Steps[Argument | None]:
         types = ("string",) if text == "true" else tuple(PYTHON_TYPES)
         yield from reader.accept_cut('"')
     return (key, types) if (yield from reader.accept_cut(">")) else None
+
+
+TOKEN = "｜DSML｜"
+
+DEEPSEEK_V32 = InvokeTags(f"<{TOKEN}function_calls>", TOKEN).tool_format(
+    "deepseek_v32", markers=(TOKEN,), template_signs=(TOKEN, "function_calls>")
+)
+DEEPSEEK_V41 = InvokeTags(f"<{TOKEN} calls>", f"{TOKEN} ").tool_format(
+    "deepseek_v41", markers=(TOKEN,), template_signs=(TOKEN, " calls>")
+)
+DEEPSEEK_V4 = InvokeTags(f"<{TOKEN}tool_calls>", TOKEN).tool_format(
+    "deepseek_v4", markers=(TOKEN,), template_signs=(TOKEN, "tool_calls>")
+)
+
+
+TAGS = InvokeTags("<minimax:tool_call>")
+MINIMAX_M2 = TAGS.tool_format(
+    "minimax_m2", markers=(TAGS.section, TAGS.section_end), template_signs=("minimax:tool_call", "invoke name=")
+)
