@@ -37,6 +37,7 @@ from paceline_services.gateway.auth import ANONYMOUS
 from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation import journal
 from paceline_services.gateway.generation.journal import Journals
+from paceline_services.gateway.generation.resumption import check, resumable
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent
 from paceline_services.gateway.server import GatewaySettings, running
 from tests.contract.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
@@ -338,7 +339,7 @@ async def test_a_stream_that_is_repeated_notices_that_its_client_has_left(pair: 
 
     async def events() -> AsyncGenerator[ServerSentEvent]:
         again = CompletionRequest(request.request_id, request.prompt, request.sampling)
-        output = found.deltas(pair.second.model, [again], ANONYMOUS, streamed=True)
+        output = resumable(found, pair.second.model, [again], ANONYMOUS, streamed=True)
         async with aclosing(output) as deltas:
             async for _ in deltas:
                 yield ServerSentEvent("x")
@@ -422,7 +423,7 @@ async def test_a_parameter_that_only_one_build_knows_changes_nothing_while_it_is
     request = pair.first.decoder.requests[-1]
     newer = NewerParams(**dict(request.sampling), added=added)
     with pytest.raises(InvalidRequestError) if added else nullcontext():
-        kept.check([CompletionRequest("", request.prompt, newer)])
+        check(kept, [CompletionRequest("", request.prompt, newer)])
 
 
 async def test_a_client_resumes_its_own_streams_only(tmp_path: Path) -> None:

@@ -1291,23 +1291,23 @@ MUTANTS = (
     ),
     Mutant(
         "a prompt that has changed is resumed",
-        "services/gateway/generation/journal.py",
-        'if self.digest not in ("", digest):',
+        "services/gateway/generation/resumption.py",
+        'if journal.digest not in ("", digest):',
         "if False:",
         RESUMING,
     ),
     Mutant(
         "clients may resume after an id behind which the journal has lost tokens",
         "services/gateway/generation/journal.py",
-        'return "" if self.position else None',
+        'return "" if self.length else None',
         "return None",
         RESUMING,
     ),
     Mutant(
         "resumption misses events that are sent before they are in the journal",
-        "services/gateway/generation/journal.py",
-        "await self._append([self._entry(each) for each in batch if each.new], model)",
-        "asyncio.ensure_future(self._append([self._entry(each) for each in batch if each.new], model))",
+        "services/gateway/generation/resumption.py",
+        "await journal.append(*new)",
+        "asyncio.ensure_future(journal.append(*new))",
         RESUMING,
     ),
     Mutant(
@@ -1320,8 +1320,8 @@ MUTANTS = (
     Mutant(
         "an owner does not see that its response is cancelled elsewhere",
         "services/gateway/generation/journal.py",
-        'if "cancel" in entry:',
-        'if "cancelled" in entry:',
+        "self.on_cancel()",
+        "pass",
         ("contract/test_background.py",),
     ),
 )

@@ -23,6 +23,7 @@ from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.prompt_encoding import encode
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.request_trace import traced
+from paceline_services.gateway.generation.resumption import resumable
 from paceline_services.gateway.generation.served_model import collect
 from paceline_services.gateway.http.error_shape import MESSAGES_PATH
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent, while_connected
@@ -77,7 +78,7 @@ def add_messages_api(app: FastAPI, models: ModelDirectory, journals: Journals) -
             chat = chat_body(body)
             requests = await build_requests(chat, model, journal.id, client, journal.headers, span)
         response = MessageResponse(body, chat, requests[0], model)
-        output = journal.deltas(model, requests, client, streamed=bool(body.stream))
+        output = resumable(journal, model, requests, client, streamed=bool(body.stream))
         deltas = traced(span, model.model, requests, output, streamed=bool(body.stream))
         if body.stream:
             to_event = partial(error_event, request_id=request.scope["state"][REQUEST_ID_HEADER])

@@ -27,6 +27,7 @@ from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.prompt_encoding import decode, in_encoding_thread
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.request_trace import traced
+from paceline_services.gateway.generation.resumption import resumable
 from paceline_services.gateway.generation.served_model import ServedModel, collect
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent, while_connected
 from paceline_services.gateway.http.json_body import JsonResponse, parse_body
@@ -56,7 +57,7 @@ def _add_generation(
         model = models.model(body.model)
         requests = await build_requests(body, model, journal.id, client, journal.headers, span)
         response = response_type(body, requests, model, journal.created)
-        output = journal.deltas(model, requests, client, streamed=response.streamed)
+        output = resumable(journal, model, requests, client, streamed=response.streamed)
         deltas = traced(span, model.model, requests, output, streamed=response.streamed)
         if response.streamed:
             return EventStream(numbered(journal, _chunks(response, deltas)))

@@ -12,12 +12,15 @@ from paceline.state.state_errors import StateUnavailableError
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.generation.journal import Journal, StreamLeftError
+from paceline_services.gateway.generation.resumption import check, resumable
 from paceline_services.gateway.responses.generation import ResponseGeneration, ResponseRequests
 
 log = logging.getLogger(__name__)
 
 LEASE_S = 5.0
 """After a gateway was silent for so long, another one goes on with its responses."""
+HANDED_OVER_S = 0.001
+"""The lease of a response that any gateway may take over."""
 
 
 class BackgroundResponses(PeriodicTask):
@@ -29,13 +32,13 @@ class BackgroundResponses(PeriodicTask):
         """`client_named`: the client with this API key, if the key is still valid."""
         self._requests = requests
         self._client_named = client_named
-        self._running: dict[asyncio.Task[None], tuple[Journal, ResponseGeneration]] = {}
+        self._running: dict[asyncio.Task[None], Journal] = {}
 
     async def begin(self, journal: Journal, made: ResponseGeneration) -> None:
         """Generate a new response. Raises `InvalidRequestError` or `UnavailableError` if it cannot be kept."""
         if not (self._requests.journals.enabled and self._requests.history.enabled):
             raise InvalidRequestError("background: this server keeps no responses or streams", param="background")
-        journal.check([made.request])
+        check(journal, [made.request])
         if not await journal.lease(LEASE_S):
             message = "background: it takes Redis, which does not answer; try again soon"
             raise UnavailableError(message, code="resumption_unavailable")
@@ -43,14 +46,14 @@ class BackgroundResponses(PeriodicTask):
 
     async def run_once(self) -> None:
         """Prolong the leases, and take over what nobody runs."""
-        for task, (journal, made) in list(self._running.items()):
+        for task, journal in list(self._running.items()):
             try:
-                await journal.renew(made.model)
+                await journal.renew()
             except StreamLeftError:  # this gateway was silent for too long
                 task.cancel()
         with suppress(StateUnavailableError, UnavailableError):
             self._requests.models.check_available()
-            mine = {journal.id for journal, _ in self._running.values()}
+            mine = {journal.id for journal in self._running.values()}
             for journal in await self._requests.journals.unleased():
                 if journal.id not in mine:
                     await self._take_over(journal)
@@ -62,8 +65,8 @@ class BackgroundResponses(PeriodicTask):
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        for journal, _ in left.values():
-            await journal.hand_over()
+        for journal in left.values():
+            await journal.lease(HANDED_OVER_S)
 
     async def _take_over(self, journal: Journal) -> None:
         client = self._client_named(journal.client)
@@ -81,12 +84,12 @@ class BackgroundResponses(PeriodicTask):
 
     def _start(self, journal: Journal, made: ResponseGeneration) -> None:
         task = asyncio.create_task(self._generate(journal, made), name=f"background resp_{journal.id}")
-        self._running[task] = journal, made
+        self._running[task] = journal
         task.add_done_callback(self._running.pop)
 
     async def _generate(self, journal: Journal, made: ResponseGeneration) -> None:
         """Generate a response to its end. Its lease runs out if another gateway should try."""
-        deltas = journal.deltas(made.model, [made.request], made.client, streamed=True)
+        deltas = resumable(journal, made.model, [made.request], made.client, streamed=True)
         try:
             async with aclosing(made.events(deltas)) as events:
                 async for _ in events:

@@ -15,8 +15,9 @@ from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRe
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.field_types import TEXT, Json
 from paceline_services.gateway.generation.http_request import EVENT_ID, begin_request, numbered
-from paceline_services.gateway.generation.journal import StreamLeftError
+from paceline_services.gateway.generation.journal import JournalState, StreamLeftError
 from paceline_services.gateway.generation.request_trace import traced
+from paceline_services.gateway.generation.resumption import followed, resumable
 from paceline_services.gateway.http.auth_middleware import client_of
 from paceline_services.gateway.http.event_stream import EventStream, while_connected
 from paceline_services.gateway.http.json_body import JsonResponse
@@ -55,12 +56,12 @@ def _add_creation(app: FastAPI, requests: ResponseRequests, background: Backgrou
         made = await requests.prepare(journal, client, span)
         streamed = bool(made.body.stream)
         if made.body.background:
-            if not journal.position:
+            if journal.state is JournalState.NEW:
                 await background.begin(journal, made)
             if streamed:
-                return await _followed(requests, journal.id, client, journal.seen)
+                return await _streamed(requests, journal.id, client, journal.seen)
             return JsonResponse(made.response.as_json("queued"))
-        output = journal.deltas(made.model, [made.request], made.client, streamed=streamed)
+        output = resumable(journal, made.model, [made.request], made.client, streamed=streamed)
         deltas = traced(span, made.model.model, [made.request], output, streamed=streamed)
         if streamed:
             return EventStream(numbered(journal, made.events(deltas)), closing=b"", error=made.error_event)
@@ -74,7 +75,7 @@ def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
     async def retrieve(request: Request, response_id: str) -> Response:
         client = client_of(request)
         if request.query_params.get("stream") == "true":
-            return await _followed(requests, _request_id(response_id), client, _events_seen(request, response_id))
+            return await _streamed(requests, _request_id(response_id), client, _events_seen(request, response_id))
         if (response := requests.running.get((client.name, response_id))) is not None:
             return JsonResponse(response.as_json())
         try:
@@ -137,7 +138,7 @@ async def _so_far(requests: ResponseRequests, response_id: str, client: ApiClien
     made = await requests.prepare(journal, client)
     if not made.body.background:
         return None
-    deltas = journal.followed(made.model, [made.request], wait=False)
+    deltas = followed(journal, made.model, [made.request], wait=False)
     try:
         async with aclosing(made.events_elsewhere(deltas)) as events:
             async for _ in events:
@@ -150,7 +151,7 @@ async def _so_far(requests: ResponseRequests, response_id: str, client: ApiClien
     return made
 
 
-async def _followed(requests: ResponseRequests, request_id: str, client: ApiClient, seen: int) -> Response:
+async def _streamed(requests: ResponseRequests, request_id: str, client: ApiClient, seen: int) -> Response:
     """The stream of a response in the background after the events seen, wherever it runs.
 
     Raises `InvalidRequestError` or `UnavailableError`.
@@ -163,7 +164,7 @@ async def _followed(requests: ResponseRequests, request_id: str, client: ApiClie
     if not made.body.background:
         raise InvalidRequestError("stream: only a response with background is streamed again", param="stream")
     journal.seen = seen
-    deltas = journal.followed(made.model, [made.request], wait=True)
+    deltas = followed(journal, made.model, [made.request], wait=True)
     return EventStream(numbered(journal, made.events_elsewhere(deltas)), closing=b"", error=made.error_event)
 
 
