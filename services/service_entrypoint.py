@@ -16,10 +16,12 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, ValidationError
 
@@ -31,15 +33,21 @@ from paceline.ipc.model_process import ModelProcess, model_process
 from paceline.launcher import COULD_NOT_START, FAILED, StartError
 from paceline.model_names import ModelNotFoundError
 from paceline.telemetry import logs
-from paceline_services.tls_options import add_tls_options
-from paceline_services.tracing_options import add_tracing_options
+from paceline.telemetry.tracing import NO_TRACING, Tracing
+from paceline.tls import CertificateError, Certificates
 
 log = logging.getLogger(__name__)
 
 REDIS_URL_VARIABLE = "PACELINE_REDIS_URL"
 """Environment variable for a URL with a password: every user of the machine can read command lines."""
 
+EXPORTER_VARIABLE = "OTEL_TRACES_EXPORTER"
+"""OpenTelemetry's own: otlp, console or both, with a comma between. Unset it means otlp to an SDK, and none here."""
+EXPORTERS = frozenset({"otlp", "console"})
+OTLP_PATH = "/v1/traces"
+
 Settings = TypeVar("Settings", bound=BaseModel)
+Options = TypeVar("Options")
 
 
 def start_model_process(
@@ -49,6 +57,30 @@ def start_model_process(
     # A path of Python 3.13 cannot be unpickled by an older Python.
     texts = {name: str(each) if isinstance(each, Path) else each for name, each in vars(options).items()}
     return model_process(module, argparse.Namespace(**texts), python)
+
+
+def option(default: Any, help: str, **form: Any) -> Any:
+    """A field of a dataclass that is also an option of the command line, by its name.
+
+    `default`: a value, or what makes one; a number says the type. `form`: arguments of `ArgumentParser.add_argument`.
+    """
+    value = {"default_factory": default} if callable(default) else {"default": default}
+    kind = {"type": type(default)} if isinstance(default, int | float) else {}
+    return field(**value, metadata={"help": help} | kind | form)
+
+
+def add_options(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
+    """Add every `option` of a dataclass."""
+    for each in fields(settings):
+        if each.metadata:
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            parser.add_argument(f"--{each.name.replace('_', '-')}", default=default, **each.metadata)
+
+
+def options_of(settings: type[Options], options: argparse.Namespace, **others: object) -> Options:
+    """An instance of a dataclass from the parsed options that have its fields' names, and from `others`."""
+    given = {each.name: getattr(options, each.name) for each in fields(settings) if hasattr(options, each.name)}  # type: ignore[arg-type]
+    return settings(**given | others)
 
 
 def positive_int(text: str) -> int:
@@ -139,3 +171,76 @@ def json_option(settings: type[Settings]) -> Callable[[str], Settings]:
             raise argparse.ArgumentTypeError(first_error(error)) from None
 
     return parse
+
+
+def add_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Add --tls-cert, --tls-key and --tls-ca."""
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="this service's certificate for other services")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="authority that signed all services' certificates")
+
+
+def service_certificates(options: argparse.Namespace) -> Certificates | None:
+    """Return the certificates of `add_tls_options`; None: no TLS between services. Raises `StartError`."""
+    return load_certificates({name: getattr(options, name) for name in ("tls_cert", "tls_key", "tls_ca")})
+
+
+def load_certificates(files: Mapping[str, Path | None]) -> Certificates | None:
+    """Return the certificates of these files, by option name, or None if no file is given.
+
+    `files` has certificate, key and optionally authority, in this order. Raises `StartError` if a file is missing.
+    """
+    given = [path for path in files.values() if path is not None]
+    if not given:
+        return None
+    if missing := [f"--{name.replace('_', '-')}" for name, path in files.items() if path is None]:
+        raise StartError(f"{' and '.join(missing)} must be given, too: TLS needs all of its files")
+    try:
+        return Certificates(*given)
+    except CertificateError as error:
+        raise StartError(f"TLS cannot be set up: {error}") from error
+
+
+def add_tracing_options(parser: argparse.ArgumentParser) -> None:
+    """Add --otlp-traces-endpoint."""
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        type=collector_url,
+        metavar="URL",
+        help=f"send traces to this OpenTelemetry collector, by OTLP over HTTP; or ${EXPORTER_VARIABLE}; else no traces",
+    )
+
+
+def collector_url(text: str) -> str:
+    """Parse the URL of a collector. Without a path it gets OTLP's, /v1/traces."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"must be an http or https URL, not {text}")
+    return text if parts.path.strip("/") else urlunsplit(parts._replace(path=OTLP_PATH))
+
+
+@contextmanager
+def open_tracing(service: str, worker_id: str, endpoint: str | None) -> Iterator[Tracing]:
+    """Make traces while the context lasts, if the option or the environment asks for them. Raises `StartError`."""
+    exporters = requested_exporters(endpoint)
+    if not exporters:
+        yield NO_TRACING
+        return
+    try:
+        from paceline.telemetry.otel_tracing import OtelTracing, make_provider
+
+        tracing = OtelTracing(make_provider(service, worker_id, exporters, endpoint))
+    except ImportError as error:
+        raise StartError(f"traces need OpenTelemetry's SDK ({error}): pip install 'paceline[otel]'") from error
+    try:
+        yield tracing
+    finally:
+        tracing.close()
+
+
+def requested_exporters(endpoint: str | None) -> set[str]:
+    """Names of exporters; none: no traces. Raises `StartError`."""
+    named = {each.strip() for each in os.environ.get(EXPORTER_VARIABLE, "").split(",")} - {"", "none"}
+    if unknown := named - EXPORTERS:
+        raise StartError(f"{EXPORTER_VARIABLE}: {', '.join(sorted(unknown))} is not known; give otlp, console or none")
+    return named | ({"otlp"} if endpoint else set())

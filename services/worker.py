@@ -20,8 +20,7 @@ from paceline.telemetry.instruments import serve_metrics
 from paceline.telemetry.tracing import Tracing
 from paceline.tls import Certificates
 from paceline.wire.grpc_server import GrpcServer, Register
-from paceline_services.tls_options import service_certificates
-from paceline_services.tracing_options import open_tracing
+from paceline_services.service_entrypoint import open_tracing, service_certificates
 
 log = logging.getLogger(__name__)
 

@@ -2,27 +2,27 @@
 
 A key gets the type of its default, and the comment above it as its description. A key without a comment is an error.
 `SHAPES` has the schemas that do not follow from a default. The schemas of `speculation` and `engine` come from the
-services' own settings.
+services' own settings, as do the choices of the gateway's options.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import AliasChoices
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.key_aliases import ALGORITHMS, METHOD_ALIASES, SWITCHES
-from paceline.config.sampling_params import GenerationConfig
-from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
-from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.telemetry.logs import LEVELS
 from paceline.vllm.engine_arguments import OURS
+from paceline_services.gateway.server import GatewaySettings
 
 CHART = Path(__file__).parent / "paceline"
 SCHEMA = CHART / "values.schema.json"
@@ -65,6 +65,12 @@ def speculation() -> Schema:
     return {**schema, "not": {"anyOf": twice}}
 
 
+def gateway_choices() -> dict[str, Schema]:
+    """The schemas of the gateway's options that have one of several values."""
+    chosen = [each for each in fields(GatewaySettings) if "choices" in each.metadata]
+    return {re.sub("_(.)", lambda m: m[1].upper(), each.name): one_of(*each.metadata["choices"]) for each in chosen}
+
+
 QUANTITIES: Schema = {"type": "object", "additionalProperties": {"type": ["string", "integer", "null"]}}
 JSON_TYPES = ["string", "number", "boolean", "array", "object", "null"]
 VLLM_ARGUMENTS: Schema = {
@@ -105,9 +111,7 @@ SHAPES: dict[str, Schema] = {
     "monitoringNamespaces": TEXTS,
     "otlpEndpoint": {"type": "string", "pattern": "^(https?://[^/].*)?$"},
     "logLevel": one_of(*LEVELS),
-    "toolCallParser": one_of(AUTO, NONE, *TOOL_FORMATS),
-    "reasoningParser": one_of(AUTO, NONE, *REASONING_FORMATS),
-    "generationConfig": one_of(*get_args(GenerationConfig)),
+    **gateway_choices(),
     "pullPolicy": one_of("Always", "IfNotPresent", "Never"),
     "service.type": one_of("ClusterIP", "NodePort", "LoadBalancer"),
     "autoscaling.kind": one_of("none", "hpa", "keda"),

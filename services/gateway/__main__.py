@@ -5,25 +5,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import secrets
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
-from paceline.config.sampling_params import GenerationConfig
 from paceline.model_names import served_name
-from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
-from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.state.record_store import RecordLimits
 from paceline.telemetry import logs
 from paceline_services.gateway.generation.admission import AdmissionLimits
-from paceline_services.gateway.http.event_stream import PING_S
 from paceline_services.gateway.server import GatewaySettings, serve
-from paceline_services.service_entrypoint import REDIS_URL_VARIABLE, parse_with_config_file, positive_int, run_service
-from paceline_services.tls_options import add_tls_options, load_certificates, service_certificates
-from paceline_services.tracing_options import add_tracing_options
+from paceline_services.service_entrypoint import (
+    REDIS_URL_VARIABLE,
+    add_options,
+    add_tls_options,
+    add_tracing_options,
+    load_certificates,
+    options_of,
+    parse_with_config_file,
+    positive_int,
+    run_service,
+    service_certificates,
+)
 
 MEGABYTE = 2**20
 
@@ -52,10 +54,11 @@ async def _serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
 
 def gateway_settings(options: argparse.Namespace) -> GatewaySettings:
     """The settings that parsed options amount to."""
-    return GatewaySettings(
-        **{each.name: getattr(options, each.name) for each in fields(GatewaySettings) if hasattr(options, each.name)},
+    return options_of(
+        GatewaySettings,
+        options,
         records=RecordLimits(options.stored_response_s, options.resumable_s, options.stored_mb * MEGABYTE),
-        limits=AdmissionLimits(**{each.name: getattr(options, each.name) for each in fields(AdmissionLimits)}),
+        limits=options_of(AdmissionLimits, options),
         edge_tls=load_certificates({"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}),
         tls=service_certificates(options),
     )
@@ -86,7 +89,7 @@ def _aliases(given: Sequence[str], names: Collection[str]) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    limits, records = AdmissionLimits(), RecordLimits()
+    records = RecordLimits()
     parser = argparse.ArgumentParser(
         prog="paceline gateway",
         description="OpenAI's HTTP API and gRPC in front of target workers.",
@@ -101,51 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--served-model-name", action="append", help="what clients and targets call it; else as --model")
     add("--alias", action="append", default=[], metavar="NAME=MODEL", help="clients may call that model so, too")
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8000, help="HTTP; 0: the system chooses")
-    add("--grpc-port", type=int, default=0, help="0: the system chooses")
     redis_url = os.environ.get(REDIS_URL_VARIABLE)
     add(
         "--redis-url",
         default=redis_url,
         required=not redis_url,
         help=f"where workers are registered; or ${REDIS_URL_VARIABLE}",
-    )
-    add("--worker-id", default=f"gateway-{secrets.token_hex(3)}", help="its name in logs and registry")
-    add("--max-in-flight", type=int, default=limits.max_in_flight, help="completions generated at once")
-    add("--max-queue", type=positive_int, default=limits.max_queue, help="completions of a model without a first token")
-    add("--max-body-bytes", type=int, default=limits.max_body_bytes, help="largest request body")
-    add("--max-body-s", type=float, default=limits.max_body_s, help="seconds for a request body to come")
-    add("--api-keys", type=Path, metavar="FILE", help="ask clients for a key: see `paceline keys`")
-    add(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="pages of this site may use the API, such as https://chat.example; *: of any",
-    )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="for all chats: a file with a template, or a name among the models' own, such as tool_use",
-    )
-    add(
-        "--tool-call-parser",
-        choices=(AUTO, NONE, *TOOL_FORMATS),
-        default=AUTO,
-        help="how the models write tool calls; auto: as each chat template shows",
-    )
-    add(
-        "--reasoning-parser",
-        choices=(AUTO, NONE, *REASONING_FORMATS),
-        default=AUTO,
-        help="how the models mark their reasoning; auto: as each chat template shows",
-    )
-    add(
-        "--generation-config",
-        choices=get_args(GenerationConfig),
-        default=AUTO,
-        help="auto: sampling defaults of each model's generation_config.json; none: those of the API",
     )
     add(
         "--stored-response-s",
@@ -166,15 +130,13 @@ def _parser() -> argparse.ArgumentParser:
         default=records.max_bytes // MEGABYTE,
         help="most megabytes of kept responses and streams, in Redis",
     )
-    add("--ping-s", type=float, default=PING_S, help="a stream that is silent so long sends a ping; 0: never")
-    add("--demo-socket", type=Path, metavar="PATH", help="set by `paceline serve --demo-page`")
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")
     add("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     add_tls_options(parser)
     add_tracing_options(parser)
-    add("--resume-s", type=float, default=limits.resume_s, help="seconds that a request waits for a usable target")
-    add("--drain-s", type=float, default=60.0, help="requests may go on so long after SIGTERM")
+    add_options(parser, AdmissionLimits)
+    add_options(parser, GatewaySettings)
     return parser
 
 

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -22,8 +22,8 @@ from paceline.api_keys import KeyFileError
 from paceline.config.sampling_params import GenerationConfig
 from paceline.launcher import StartError
 from paceline.model_length import model_length
-from paceline.parsing.output_format import AUTO, OutputFormat, choose_format
-from paceline.parsing.reasoning import REASONING_WORDS
+from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS, OutputFormat, choose_format
+from paceline.parsing.reasoning import REASONING_FORMATS, REASONING_WORDS
 from paceline.sampling_defaults import sampling_defaults
 from paceline.state.record_store import RecordLimits
 from paceline.state.state_store import StateStore, open_store
@@ -48,7 +48,7 @@ from paceline_services.gateway.responses.generation import ResponseRequests
 from paceline_services.gateway.responses.history import ResponseHistory
 from paceline_services.gateway.routing.fleet import open_fleet
 from paceline_services.gateway.structured.output import GrammarChecks
-from paceline_services.tracing_options import open_tracing
+from paceline_services.service_entrypoint import open_tracing, option
 
 log = logging.getLogger(__name__)
 
@@ -64,43 +64,51 @@ FLUSH_S = 1
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """The options of one gateway, under their command-line names where these are the same."""
+    """One gateway. Each `option` is one of the command line, too."""
 
     models: Mapping[str, str]
     """Each served model: the name for clients and targets, and where its tokenizer is."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    grpc_port: int = 0
-    drain_s: float = 60.0
-    """How long running requests may go on after the gateway is stopped."""
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "HTTP; 0: the system chooses")
+    grpc_port: int = option(0, "0: the system chooses")
+    worker_id: str = option(lambda: f"gateway-{secrets.token_hex(3)}", "its name in logs and registry")
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of models."""
-    api_keys: Path | None = None
-    """The file of API keys; None: clients need no key."""
-    allow_origin: Sequence[str] = ()
-    """Sites whose pages may use this server from a browser."""
-    chat_template: str | None = None
-    """For all chats: a file, or the name of one of the models' templates; None: the model's own."""
-    tool_call_parser: str = AUTO
-    """How the models write tool calls: a name of `TOOL_FORMATS`; auto: as each chat template shows; or none."""
-    reasoning_parser: str = AUTO
-    """The same for reasoning: a name of `REASONING_FORMATS`, auto or none."""
-    generation_config: GenerationConfig = "auto"
-    """auto: requests have the sampling defaults of each model's generation_config.json; none: they do not."""
+    api_keys: Path | None = option(None, "ask clients for a key: see `paceline keys`", type=Path, metavar="FILE")
+    allow_origin: Sequence[str] = option(
+        list,
+        "pages of this site may use the API, such as https://chat.example; *: of any",
+        action="append",
+        metavar="ORIGIN",
+    )
+    chat_template: str | None = option(
+        None, "for all chats: a file with a template, or a name among the models' own, such as tool_use", metavar="FILE"
+    )
+    tool_call_parser: str = option(
+        AUTO, "how the models write tool calls; auto: as each chat template shows", choices=(AUTO, NONE, *TOOL_FORMATS)
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "how the models mark their reasoning; auto: as each chat template shows",
+        choices=(AUTO, NONE, *REASONING_FORMATS),
+    )
+    generation_config: GenerationConfig = option(
+        AUTO,
+        "auto: sampling defaults of each model's generation_config.json; none: those of the API",
+        choices=get_args(GenerationConfig),
+    )
     records: RecordLimits = field(default_factory=RecordLimits)
     """Of what is kept for clients: finished responses, and journals of streams."""
-    demo_socket: Path | None = None
-    """The launcher's socket in demo mode, at which a page may have a draft worker killed."""
-    ping_s: float = PING_S
-    """Seconds of silence after which a stream sends a ping; 0: never."""
+    ping_s: float = option(PING_S, "a stream that is silent so long sends a ping; 0: never")
+    demo_socket: Path | None = option(None, "set by `paceline serve --demo-page`", type=Path, metavar="PATH")
+    drain_s: float = option(60.0, "requests may go on so long after SIGTERM")
     edge_tls: Certificates | None = None
     """For clients; None: HTTP and gRPC are in plain text."""
     tls: Certificates | None = None
     """For targets and Redis."""
     otlp_traces_endpoint: str | None = None
-    """Where traces are sent; None: as `tracing_options.open_tracing` reads the environment."""
-    worker_id: str = field(default_factory=lambda: f"gateway-{secrets.token_hex(3)}")
+    """Where traces are sent; None: as `open_tracing` reads the environment."""
 
     @property
     def public(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from paceline.v1.target_pb2_grpc import TargetServiceStub
 from paceline.wire.channels import open_channel
 from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
 from paceline.wire.link_errors import TargetLost
-from paceline_services.tls_options import load_certificates
+from paceline_services.service_entrypoint import load_certificates
 from tests.contract.proxies import Streams, proxy
 from tests.helpers.certificates import Authority
 from tests.helpers.openai_stack import RunningTarget, counts, open_stack, start_target

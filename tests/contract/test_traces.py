@@ -36,7 +36,7 @@ from paceline.wire.draft_stream_messages import ConnectDrafts
 from paceline.wire.link_errors import WireError
 from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
-from paceline_services import tracing_options
+from paceline_services import service_entrypoint
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
 from tests.helpers.memory_state import open_state
 from tests.helpers.openai_stack import counts, open_stack, refusal
@@ -309,7 +309,7 @@ def test_without_traces_no_service_imports_what_makes_them() -> None:
 import sys
 import paceline_services.draft.draft_worker, paceline_services.gateway.__main__
 import paceline_services.target.target_worker
-from paceline_services.tracing_options import open_tracing
+from paceline_services.service_entrypoint import open_tracing
 with open_tracing("gateway", "g", None) as tracing:
     assert not tracing
 ours = {"opentelemetry.sdk.trace", "opentelemetry.exporter", "paceline.telemetry.otel_tracing"}
@@ -339,16 +339,16 @@ def test_the_option_and_opentelemetrys_variable_name_exporters(
     variable: str, endpoint: str | None, exporters: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", variable)
-    assert tracing_options.requested_exporters(endpoint) == exporters
+    assert service_entrypoint.requested_exporters(endpoint) == exporters
 
 
 def test_what_cannot_be_exported_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "jaeger")
-    with pytest.raises(StartError, match="jaeger"), tracing_options.open_tracing("gateway", "g", None):
+    with pytest.raises(StartError, match="jaeger"), service_entrypoint.open_tracing("gateway", "g", None):
         pass
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     monkeypatch.setitem(sys.modules, "paceline.telemetry.otel_tracing", None)
-    with pytest.raises(StartError, match=r"paceline\[otel\]"), tracing_options.open_tracing("gateway", "g", None):
+    with pytest.raises(StartError, match=r"paceline\[otel\]"), service_entrypoint.open_tracing("gateway", "g", None):
         pass
 
 
@@ -379,7 +379,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
 def test_a_service_that_stops_has_sent_its_spans_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_TRACES_EXPORTER", raising=False)
     with collector() as (url, received):
-        with tracing_options.open_tracing("target", "t-1", tracing_options.collector_url(url)) as tracing:
+        with service_entrypoint.open_tracing("target", "t-1", service_entrypoint.collector_url(url)) as tracing:
             tracing.start("target_request", PARENT, {"gen_ai.request.id": "r"}, role="server").end()
         [(path, body)] = received
     assert path == "/v1/traces"
@@ -395,7 +395,7 @@ def test_the_console_gets_a_line_for_each_span(
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-    with tracing_options.open_tracing("draft", "d-1", None) as tracing, tracing.start_request({}) as root:
+    with service_entrypoint.open_tracing("draft", "d-1", None) as tracing, tracing.start_request({}) as root:
         root.child("tokenize").end()
     written = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["name"] for line in written] == ["tokenize", "llm_request"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline_services.gateway.api_errors import OverloadedError
 from paceline_services.gateway.routing.fleet import Fleet
+from paceline_services.service_entrypoint import option, positive_int
 
 MAX_BODIES_BYTES = 256 * 2**20
 """Of all bodies being read. Above it, bodies larger than `SMALL_BODY_BYTES` are refused: they would fill the memory."""
@@ -22,14 +23,11 @@ SMALL_BODY_BYTES = 65_536
 class AdmissionLimits:
     """Limits of one gateway; sizes in bytes."""
 
-    max_in_flight: int = 1024
-    """Completions generated at once, over all requests and models."""
-    max_body_bytes: int = 8 * 2**20
-    resume_s: float = 30.0
-    """How long an admitted request waits while no target can take it, as after it lost its target."""
-    max_queue: int = 1024
-    """Completions of one model without a first token, over all its targets and all gateways."""
-    max_body_s: float = 60.0
+    max_in_flight: int = option(1024, "completions generated at once, over all requests and models")
+    max_queue: int = option(1024, "completions of a model without a first token, over all gateways", type=positive_int)
+    max_body_bytes: int = option(8 * 2**20, "largest request body")
+    max_body_s: float = option(60.0, "seconds for a request body to come")
+    resume_s: float = option(30.0, "seconds that a request waits for a usable target")
 
 
 @dataclass(slots=True)
