@@ -11,7 +11,6 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
-from paceline_services.gateway.field_types import TEXT, Json
 from paceline_services.gateway.generation.bodies import (
     ChatBody,
     CompletionBody,
@@ -19,6 +18,7 @@ from paceline_services.gateway.generation.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
+from paceline_services.gateway.http.json_body import TEXT, Json
 from paceline_services.gateway.pages.operations import AbortBody
 
 NUMBER: Json = {"type": "integer"}

@@ -23,14 +23,13 @@ from paceline_services.gateway.http.auth_middleware import AuthMiddleware, error
 from paceline_services.gateway.http.event_stream import PING_S, ClientGoneError
 from paceline_services.gateway.http.http_metrics import (
     CLIENT_CLOSED_REQUEST,
+    REQUEST_ID_HEADER,
     HttpMetricsMiddleware,
 )
 from paceline_services.gateway.openai.routes import add_openai_routes
-from paceline_services.gateway.pages.demo_route import add_demo
 from paceline_services.gateway.pages.fleet_report import FleetReport
-from paceline_services.gateway.pages.operations import add_operations
+from paceline_services.gateway.pages.operations import add_demo, add_operations
 from paceline_services.gateway.pages.static_files import add_pages, page_paths
-from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.generation import ResponseRequests
 from paceline_services.gateway.responses.routes import add_responses

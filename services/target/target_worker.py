@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from paceline.engine.engine_messages import CalibrationCounts, StepResult
 from paceline.ipc.model_process import ModelProcess
 from paceline.messages import TargetDescription
 from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration
+from paceline.state.periodic_task import PeriodicTask
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.telemetry.tracing import Tracing
 from paceline.tls import Certificates
@@ -25,10 +27,36 @@ from paceline.wire.credentials import GATEWAY
 from paceline.wire.draft_pool import DraftPool, draft_discovery
 from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame
-from paceline_services.target.engine_watchdog import EngineWatchdog
 from paceline_services.target.stat_logger import StatLogger
 from paceline_services.target.target_servicer import TargetServicer
 from paceline_services.worker import Worker
+
+log = logging.getLogger(__name__)
+
+CHECKS_PER_TIMEOUT = 4
+"""The watchdog counts checks, not seconds: an engine on a suspended machine does not hang."""
+
+
+class EngineWatchdog(PeriodicTask):
+    """Calls `abort` once if the engine is busy and makes no step for `timeout_s` seconds, while the context lasts."""
+
+    def __init__(self, timeout_s: float, busy: Callable[[], bool], abort: Callable[[], None]) -> None:
+        self.interval_s = timeout_s / CHECKS_PER_TIMEOUT
+        self._timeout_s = timeout_s
+        self._busy = busy
+        self._abort = abort
+        self._checks_without_step = 0
+
+    def reset(self) -> None:
+        """The engine made a step."""
+        self._checks_without_step = 0
+
+    async def run_once(self) -> None:
+        self._checks_without_step = self._checks_without_step + 1 if self._busy() else 0
+        if self._checks_without_step == CHECKS_PER_TIMEOUT + 1:
+            log.critical("the engine has requests and made no step for %g s: it is aborted", self._timeout_s)
+            self._abort()
+
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 

@@ -37,7 +37,7 @@ from paceline.wire.link_errors import WireError
 from paceline.wire.node_codec import LOG_ODDS, log_probability
 from paceline.wire.tensor_codec import decode_tensor, encode_tensor
 from paceline_services.gateway.generation.bodies import SHARED_FIELDS, CompletionBody
-from paceline_services.gateway.grpc.servicer import CONVERTED_FIELDS
+from paceline_services.gateway.grpc.bodies import CONVERTED_FIELDS
 
 VOCABULARY = 1000
 

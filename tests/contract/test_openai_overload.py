@@ -20,7 +20,7 @@ from paceline.wire.target_codec import encode_request
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.generation.admission import AdmissionLimits
-from paceline_services.gateway.generation.served_model import interleaved
+from paceline_services.gateway.generation.deltas import interleaved
 from paceline_services.gateway.server import GatewaySettings, running
 from tests.helpers.memory_state import open_state
 from tests.helpers.openai_stack import counts, open_stack

@@ -14,7 +14,7 @@ from paceline.state import AcceptanceCounts, WorkerRecord
 from paceline.v1 import common_pb2, inference_pb2
 from paceline_services.gateway.routing.circuit_breaker import FAILURES, FIRST_PAUSE_S, Breaker, BreakerState
 from paceline_services.gateway.routing.draft_workers import draft_kind
-from paceline_services.gateway.routing.prefix_index import BLOCK
+from paceline_services.gateway.routing.target_connection import BLOCK
 from paceline_services.gateway.routing.worker_selection import (
     PREFIX_TOKENS,
     prefix_key,

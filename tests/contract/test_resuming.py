@@ -34,8 +34,8 @@ from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ANONYMOUS
-from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation import journal
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.resumption import check, resumable
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent

@@ -10,8 +10,7 @@ from pydantic_core import from_json
 
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
 from paceline.parsing.json_text import is_json
-from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.http.json_body import encode_json
+from paceline_services.gateway.http.json_body import Json, encode_json
 
 EMPTY_BLOCKS: dict[str, Json] = {
     "text": {"type": "text", "text": ""},

@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from paceline_services.gateway.anthropic.content_blocks import InputMessage, LenientBody, Texts
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.field_types import Body, Unsupported
 from paceline_services.gateway.generation.bodies import (
     INT32_MAX,
     MAX_STOP_LENGTH,
@@ -16,7 +15,8 @@ from paceline_services.gateway.generation.bodies import (
     SpeculativeLimits,
     as_speculative,
 )
-from paceline_services.gateway.structured.structure_fields import Schema
+from paceline_services.gateway.http.json_body import Body, Unsupported
+from paceline_services.gateway.structured.structural_tag import Schema
 
 MAX_INPUT_MESSAGES = 100_000
 """Anthropic's limit; chat completions have a lower one."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from paceline_services.gateway.api_errors import MAX_ECHOED
-from paceline_services.gateway.field_types import TEXT, any_of, type_tag
+from paceline_services.gateway.http.json_body import TEXT, any_of, type_tag
 
 TEXT_OR_BLOCKS = any_of(TEXT, {"type": "array", "items": {"type": "object"}})
 

@@ -18,7 +18,7 @@ from paceline_services.gateway.anthropic.content_blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.http.json_body import Json
 
 SEPARATOR = "\n\n"
 """Between the texts of blocks that become one text."""

@@ -14,8 +14,8 @@ from paceline_services.gateway.anthropic.bodies import (
 )
 from paceline_services.gateway.anthropic.conversation import chat_messages
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import SHARED_FIELDS, ChatBody
+from paceline_services.gateway.http.json_body import Json
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}

@@ -15,15 +15,14 @@ from paceline.output_processor import TextDelta
 from paceline_services.gateway.anthropic.block_stream import BlockStream, whole_blocks
 from paceline_services.gateway.anthropic.bodies import MessagesBody
 from paceline_services.gateway.api_errors import ApiError
-from paceline_services.gateway.completion_request import CompletionRequest
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.usage import RequestUsage
 from paceline_services.gateway.http.error_shape import messages_error
 from paceline_services.gateway.http.event_stream import ServerSentEvent
-from paceline_services.gateway.structured.output import left_out_json
+from paceline_services.gateway.http.json_body import Json
 
 
 class MessageResponse:
@@ -41,7 +40,7 @@ class MessageResponse:
             "type": "message",
             "role": "assistant",
             "model": model.model,
-            **left_out_json(request),
+            **request.left_out_json,
         }
 
     def message(self, output: TextDelta) -> Json:

@@ -15,8 +15,8 @@ from paceline_services.gateway.anthropic.conversion import FIELDS, chat_body
 from paceline_services.gateway.anthropic.response import MessageResponse, error_event
 from paceline_services.gateway.api_docs import LEFT_OUT, NUMBER, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.field_types import TEXT
 from paceline_services.gateway.generation.chat_prompt import render_chat
+from paceline_services.gateway.generation.deltas import collect
 from paceline_services.gateway.generation.http_request import begin_request, numbered, read_body
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
@@ -24,11 +24,10 @@ from paceline_services.gateway.generation.prompt_encoding import encode
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.request_trace import traced
 from paceline_services.gateway.generation.resumption import resumable
-from paceline_services.gateway.generation.served_model import collect
 from paceline_services.gateway.http.error_shape import MESSAGES_PATH
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent, while_connected
-from paceline_services.gateway.http.json_body import JsonResponse, parse_body
-from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
+from paceline_services.gateway.http.http_metrics import REQUEST_ID_HEADER
+from paceline_services.gateway.http.json_body import TEXT, JsonResponse, parse_body
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
 NULLABLE_TEXT: dict[str, Any] = {"type": ["string", "null"]}

@@ -11,7 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, field
 
 from paceline.config import SamplingParams
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.field_types import (
+from paceline_services.gateway.generation.chat_message import ChatMessage
+from paceline_services.gateway.generation.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
+from paceline_services.gateway.http.json_body import (
     IDS,
     TEXT,
     TEXTS,
@@ -23,8 +25,6 @@ from paceline_services.gateway.field_types import (
     as_string_list,
     refused,
 )
-from paceline_services.gateway.generation.chat_message import ChatMessage
-from paceline_services.gateway.generation.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
 from paceline_services.gateway.structured.output import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128

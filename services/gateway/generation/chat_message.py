@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import from_json
 
 from paceline.text import ChatTemplate
-from paceline_services.gateway.field_types import TEXT, TEXT_PARTS, Body, any_of
+from paceline_services.gateway.http.json_body import TEXT, TEXT_PARTS, Body, any_of
 
 
 class ExtensibleBody(Body):

@@ -9,11 +9,11 @@ from paceline.messages import FinishReason
 from paceline.output_processor import TextDelta
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
 from paceline.parsing.json_text import is_json
-from paceline_services.gateway.completion_request import CompletionRequest
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.tool_bodies import NamedToolChoice
+from paceline_services.gateway.http.json_body import Json
 
 TOOL_CALLS = "tool_calls"
 """OpenAI's finish reason of a message that calls tools by the model's own choice."""

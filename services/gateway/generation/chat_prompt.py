@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from paceline.text import ChatTemplate, ChatTemplateError, Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatFields, ReasoningEffort, TokenizeChatBody, TokenizeTextBody
 from paceline_services.gateway.generation.prompt_encoding import encode
+from paceline_services.gateway.http.json_body import Json
 
 RESERVED_VARIABLES = frozenset(
     ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")

@@ -16,11 +16,10 @@ from paceline.telemetry.gateway_metrics import RequestMetrics
 from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
 from paceline.wire.link_errors import NotSubmitted, ReplayElsewhere, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
-from paceline_services.gateway.completion_request import CompletionRequest
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 from paceline_services.gateway.generation.scored_prompt import ScoredPrompt
 from paceline_services.gateway.routing.fleet import Fleet
-from paceline_services.gateway.routing.prefix_index import block_hashes
-from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection
+from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection, block_hashes
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +139,9 @@ class FailoverRequest:
 
         Raises `UnavailableError` if none comes in time.
         """
-        while (chosen := self._fleet.choose(request, blocks, self._refused_by, self.numerics)) is None:
-            if not await self._fleet.wait_for_target(self._resume_s, request.needed_capabilities):
+        needed, session = request.needed_capabilities, request.session
+        while (chosen := self._fleet.choose(request, blocks, needed, session, self._refused_by, self.numerics)) is None:
+            if not await self._fleet.wait_for_target(self._resume_s, needed):
                 raise UnavailableError(f"no target came within {self._resume_s:g} s")
         target, candidate = chosen
         if self._replays:

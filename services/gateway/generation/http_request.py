@@ -16,13 +16,13 @@ from starlette.requests import ClientDisconnect
 from paceline.telemetry.tracing import TraceSpan
 from paceline_services.gateway.api_errors import CLOSE_CONNECTION, MAX_ECHOED, InvalidRequestError, OverloadedError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.generation.completion_request import REQUEST_HEADERS
 from paceline_services.gateway.generation.journal import Journal, Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.request_trace import start_request_span
 from paceline_services.gateway.http.auth_middleware import client_of
-from paceline_services.gateway.http.event_stream import ClientGoneError, ServerSentEvent
+from paceline_services.gateway.http.event_stream import LAST_EVENT_ID_HEADER, ClientGoneError, ServerSentEvent
 from paceline_services.gateway.http.http_metrics import REQUEST_ID, SPAN
-from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER, REQUEST_HEADERS
 
 IDENTITY = "identity"
 """The encoding of a body that is sent as it is (RFC 9110)."""

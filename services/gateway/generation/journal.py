@@ -25,7 +25,7 @@ from paceline.state.record_store import Append
 from paceline.state.state_errors import StateUnavailableError
 from paceline.state.state_store import StateStore
 from paceline_services.gateway.api_errors import ApiError, UnavailableError
-from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.http.json_body import Json
 
 Entry = Json | list[Any]
 """An object: the request, a new owner, what another gateway asks of the owner, or the error that ended the request.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.messages import Delta, LogProbs
 from paceline.text import Tokenizer
-from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.http.json_body import Json
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, for which JSON has no number."""

@@ -20,10 +20,9 @@ from paceline.target_labels import parse_labels
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
-from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.generation.chat_prompt import render_chat
-from paceline_services.gateway.generation.output_parsing import OutputParsing, output_parsing
+from paceline_services.gateway.generation.completion_request import LABELS_HEADER, SESSION_HEADER, CompletionRequest
 from paceline_services.gateway.generation.prompt_encoding import (
     bad_word_tokens,
     check_ids,
@@ -32,8 +31,8 @@ from paceline_services.gateway.generation.prompt_encoding import (
     encode_prompts,
 )
 from paceline_services.gateway.generation.served_model import ServedModel
-from paceline_services.gateway.generation.tool_choice import forced_grammar, forced_tools
-from paceline_services.gateway.request_headers import LABELS_HEADER, REQUEST_ID_HEADER, SESSION_HEADER
+from paceline_services.gateway.generation.tool_choice import OutputParsing, forced_grammar, forced_tools, output_parsing
+from paceline_services.gateway.http.http_metrics import REQUEST_ID_HEADER
 from paceline_services.gateway.structured.output import ANY_TEXT
 
 GRAMMAR_START = ("grammar_begins_after", "grammar_waits_if")

@@ -14,7 +14,7 @@ from paceline.messages import Timings
 from paceline.output_processor import TextDelta
 from paceline.telemetry.tracing import Attributes, AttributeValue, TraceSpan, Tracing, latency_attributes
 from paceline_services.gateway.api_errors import ApiError
-from paceline_services.gateway.completion_request import CompletionRequest, choices_of
+from paceline_services.gateway.generation.completion_request import CompletionRequest, choices_of
 from paceline_services.gateway.generation.usage import RequestUsage
 
 PROVIDER = "paceline"

@@ -23,10 +23,10 @@ from paceline.v1 import target_pb2
 from paceline.wire.target_codec import decode_delta, encode_delta
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ApiClient
-from paceline_services.gateway.completion_request import CompletionRequest
-from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 from paceline_services.gateway.generation.journal import Entry, Journal, JournalState, StreamLeftError, unavailable
 from paceline_services.gateway.generation.served_model import ServedModel, with_text
+from paceline_services.gateway.http.json_body import Json
 
 T = TypeVar("T")
 FOLLOW_S = 0.1

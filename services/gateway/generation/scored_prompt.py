@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paceline.messages import Delta, FinishReason, GenerationRequest, PromptLogProbs
 from paceline_services.gateway.api_errors import GenerationError
-from paceline_services.gateway.completion_request import CompletionRequest
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 
 COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 

@@ -19,8 +19,9 @@ from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
-from paceline_services.gateway.completion_request import CompletionRequest, choices_of
 from paceline_services.gateway.generation.admission import AdmissionQueue, Capacity
+from paceline_services.gateway.generation.completion_request import CompletionRequest, choices_of
+from paceline_services.gateway.generation.deltas import interleaved
 from paceline_services.gateway.generation.failover import FailoverRequest
 from paceline_services.gateway.generation.running import RunningRequests
 from paceline_services.gateway.routing.fleet import Fleet
@@ -224,52 +225,3 @@ def _aborted(request: CompletionRequest, tokens: int) -> TextDelta:
     """The last delta of a completion that its client ends after so many tokens."""
     usage = Usage(len(request.prompt), tokens)
     return TextDelta(request.request_id, finish_reason=FinishReason.CANCELLED, usage=usage)
-
-
-async def collect(
-    requests: Sequence[CompletionRequest], deltas: AsyncGenerator[tuple[int, TextDelta]]
-) -> list[TextDelta]:
-    """The whole output of each completion."""
-    outputs = [TextDelta(each.request_id) for each in requests]
-    async with aclosing(deltas):
-        async for index, delta in deltas:
-            outputs[index].extend(delta)
-    return outputs
-
-
-async def interleaved(outputs: Mapping[int, AsyncGenerator[TextDelta]]) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """The deltas of several generators as they come, each with its generator's key. The first error ends all."""
-    if len(outputs) == 1:
-        [(index, deltas)] = outputs.items()
-        async with aclosing(deltas):
-            async for delta in deltas:
-                yield index, delta
-        return
-    ready: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
-    tasks = []
-    try:
-        for index, deltas in outputs.items():
-            tasks.append(asyncio.create_task(_enqueue(ready, index, deltas)))
-            await asyncio.sleep(0)  # a thousand requests take seconds: let other requests run between them
-        running = len(tasks)
-        while running:
-            index, delta_or_error = await ready.get()
-            if isinstance(delta_or_error, Exception):
-                raise delta_or_error
-            running -= delta_or_error.finish_reason is not None
-            yield index, delta_or_error
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _enqueue(
-    ready: asyncio.Queue[tuple[int, TextDelta | Exception]], index: int, deltas: AsyncGenerator[TextDelta]
-) -> None:
-    try:
-        async with aclosing(deltas):
-            async for delta in deltas:
-                ready.put_nowait((index, delta))
-    except Exception as error:  # noqa: BLE001 - `interleaved` raises it
-        ready.put_nowait((index, error))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from paceline_services.gateway.field_types import Body, Unused
+from paceline_services.gateway.http.json_body import Body, Unused
 
 MAX_TOOLS = 128
 """OpenAI's limit."""

@@ -8,8 +8,8 @@ from itertools import zip_longest
 
 from paceline.messages import SpeculationStats, Timings
 from paceline.output_processor import TextDelta
-from paceline_services.gateway.completion_request import CompletionRequest
-from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.generation.completion_request import CompletionRequest
+from paceline_services.gateway.http.json_body import Json
 
 
 class RequestUsage:

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from paceline.messages import LogProbs
 from paceline.output_processor import TextDelta
+from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall
 from paceline.v1 import inference_pb2 as pb
 from paceline.wire.common_codec import FINISH_REASONS, encode_stats, encode_timings
 from paceline.wire.target_codec import encode_tree
-from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
-from paceline_services.gateway.generation.delta_buffer import DeltaBuffer
+from paceline_services.gateway.generation.completion_request import CompletionRequest
+from paceline_services.gateway.generation.deltas import DeltaBuffer
 from paceline_services.gateway.generation.echoed_prompt import EchoedPrompt
 from paceline_services.gateway.generation.served_model import ServedModel
-from paceline_services.gateway.grpc.chat_codec import add_parts
 
 
 class GenerateResponses:
@@ -57,7 +57,7 @@ def _encode_delta(index: int, delta: TextDelta, chat: ChatOutput | None) -> pb.G
     if chat is None:
         response.text = delta.text
     else:
-        add_parts(response, delta, chat)
+        _add_parts(response, delta, chat)
     if delta.finish_reason is not None and delta.usage is not None:
         response.finish_reason = FINISH_REASONS[delta.finish_reason]
         response.prompt_tokens = delta.usage.prompt_tokens
@@ -71,6 +71,20 @@ def _encode_delta(index: int, delta: TextDelta, chat: ChatOutput | None) -> pb.G
         if delta.speculation is not None:
             response.speculation.CopyFrom(encode_stats(delta.speculation))
     return response
+
+
+def _add_parts(response: pb.GenerateResponse, delta: TextDelta, output: ChatOutput) -> None:
+    """Add a chat's delta to a response: text, reasoning and calls."""
+    for event in output.events(delta):
+        match event:
+            case Content(text):
+                response.text += text
+            case Reasoning(text):
+                response.reasoning += text
+            case ToolCall(index, name):
+                response.tool_calls.add(index=index, id=output.call_id(index), name=name)
+            case ToolArguments(index, text):
+                response.tool_calls.add(index=index, arguments=text)
 
 
 def _encode_log_probs(log_probs: LogProbs) -> pb.GenerateResponse.LogProbs:

@@ -9,13 +9,11 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
-from pydantic import ValidationError
 
 from paceline.telemetry.tracing import TraceSpan
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
-from paceline.wire.field_codec import set_fields
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.interceptors import Statuses
 from paceline_services.gateway.api_errors import (
@@ -30,19 +28,12 @@ from paceline_services.gateway.api_errors import (
     UnknownModelError,
 )
 from paceline_services.gateway.auth import ApiClient, Authenticator
-from paceline_services.gateway.generation.bodies import (
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    TokenizeChatBody,
-    TokenizeTextBody,
-)
 from paceline_services.gateway.generation.chat_prompt import encode_body
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.prompt_encoding import decode
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.request_trace import recording_failure, start_request_span, traced
-from paceline_services.gateway.grpc.chat_codec import chat_fields
+from paceline_services.gateway.grpc.bodies import generation_body, tokenize_body
 from paceline_services.gateway.grpc.responses import GenerateResponses
 from paceline_services.gateway.http.event_stream import ClientGoneError, send_within_timeout
 
@@ -71,10 +62,6 @@ PUSHBACK = "grpc-retry-pushback-ms"
 
 LEFT_OUT = "left-out-keywords"
 """Initial metadata: the schema keywords to which the output is not kept, as `left_out_keywords` over HTTP."""
-
-STRUCTURES = frozenset(field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["structure"].fields)
-CONVERTED_FIELDS = frozenset({"text", "tokens", "chat", "sampling", "speculative"}) | STRUCTURES
-"""Fields of `GenerateRequest` that the HTTP body has in another form. It has all others under the same names."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -114,7 +101,7 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 self._models.check_capacity()
                 metadata = _metadata(context.invocation_metadata())
                 with self._traced(request, metadata) as span:
-                    model, body = self._models.model(request.model or None), _body(request)
+                    model, body = self._models.model(request.model or None), generation_body(request)
                     requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata, span)
                     if left_out := requests[0].left_out_keywords:
                         await context.send_initial_metadata([(LEFT_OUT, ", ".join(left_out))])
@@ -147,7 +134,7 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with self._authenticated(context):
             model = self._models.model(request.model or None)
             with model.counting_rejections():
-                tokens = await encode_body(_tokenize_body(request), model.tokenizer)
+                tokens = await encode_body(tokenize_body(request), model.tokenizer)
             return pb.TokenizeResponse(token_ids=tokens, max_model_len=model.max_model_len or 0)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -199,62 +186,3 @@ async def _write(context: Context, response: pb.GenerateResponse) -> None:
     except asyncio.CancelledError:
         writing.cancel()
         raise
-
-
-def _body(request: pb.GenerateRequest) -> GenerationBody:
-    """The HTTP body that a request corresponds to. Raises `InvalidRequestError`."""
-    fields = _body_fields(request)
-    try:
-        match request.WhichOneof("prompt"):
-            case "text":
-                return CompletionBody.model_validate(fields | {"prompt": request.text})
-            case "tokens":
-                return CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
-            case "chat":
-                if "logprobs" in fields:
-                    fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
-                return ChatBody.model_validate(fields | chat_fields(request.chat))
-    except ValidationError as error:
-        raise InvalidRequestError.of(error) from error
-    raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
-
-
-def _tokenize_body(request: pb.TokenizeRequest) -> TokenizeTextBody | TokenizeChatBody:
-    """As `_body`, for `Tokenize`."""
-    given = request.HasField("add_special_tokens")
-    fields: dict[str, Any] = {"add_special_tokens": request.add_special_tokens} if given else {}
-    try:
-        match request.WhichOneof("prompt"):
-            case "text":
-                return TokenizeTextBody.model_validate(fields | {"prompt": request.text})
-            case "chat":
-                return TokenizeChatBody.model_validate(fields | chat_fields(request.chat))
-    except ValidationError as error:
-        raise InvalidRequestError.of(error) from error
-    raise InvalidRequestError("one of text and chat must be set", param="prompt")
-
-
-def _body_fields(request: pb.GenerateRequest) -> dict[str, Any]:
-    """The fields of the HTTP body, without its prompt."""
-    given, speculative = set_fields(request), set_fields(request.speculative)
-    return {
-        "max_tokens": CompletionBody.default_max_tokens,
-        **set_fields(request.sampling),
-        **{name: value for name, value in given.items() if name not in CONVERTED_FIELDS},
-        "structured_outputs": _structure(request),
-        "speculation_stats": speculative.pop("report", False),
-        "speculative": speculative or None,
-    }
-
-
-def _structure(request: pb.GenerateRequest) -> dict[str, Any] | None:
-    """The HTTP body's `structured_outputs`."""
-    match request.WhichOneof("structure"):
-        case None:
-            return None
-        case "json_schema":
-            return {"json": request.json_schema}
-        case "choice":
-            return {"choice": list(request.choice.texts)}
-        case kind:
-            return {kind: getattr(request, kind)}

@@ -22,9 +22,9 @@ from paceline_services.gateway.api_errors import (
 from paceline_services.gateway.auth import ApiClient, Authenticator, authorization_of
 from paceline_services.gateway.http.connection_limits import OVER_CONNECTION_LIMIT
 from paceline_services.gateway.http.error_shape import error_body
-from paceline_services.gateway.http.http_metrics import CLIENT
+from paceline_services.gateway.http.event_stream import LAST_EVENT_ID_HEADER
+from paceline_services.gateway.http.http_metrics import CLIENT, REQUEST_ID_HEADER
 from paceline_services.gateway.http.json_body import encode_json
-from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER
 
 ANY_ORIGIN = "*"
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ready", "/version"})

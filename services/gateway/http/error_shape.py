@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_services.gateway.api_errors import ApiError
-from paceline_services.gateway.field_types import Json
+from paceline_services.gateway.http.json_body import Json
 
 MESSAGES_PATH = "/v1/messages"
 MESSAGES_REQUEST_ID_HEADER = "request-id"

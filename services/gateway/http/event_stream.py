@@ -14,8 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline_services.gateway.api_errors import ApiError, GenerationError
-from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.http.json_body import encode_json
+from paceline_services.gateway.http.json_body import Json, encode_json
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +41,8 @@ class ServerSentEvent:
         return ("\n".join(lines) + "\n\n").encode()
 
 
+LAST_EVENT_ID_HEADER = "last-event-id"
+"""The id of the last event that the client has, as browsers and their libraries send it when they reconnect."""
 CLIENT_READ_TIMEOUT_S = 60.0
 """After this long without reading, a client's request is cancelled."""
 DONE = ServerSentEvent("[DONE]").encode()

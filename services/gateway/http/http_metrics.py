@@ -12,13 +12,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.telemetry.tracing import TraceSpan
 from paceline_services.gateway.http.error_shape import MESSAGES_REQUEST_ID_HEADER, is_messages_path
-from paceline_services.gateway.request_headers import REQUEST_ID_HEADER
 
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """The status, as nginx has it, of a request whose client left before the response."""
 
+REQUEST_ID_HEADER = "x-request-id"
+"""Clients may choose it; it is in the response's headers, and a client may repeat it."""
 REQUEST_ID = "request_id"
 """In the request's state: our own id, unique, in the response's body and at the target."""
 SPAN = "span"

@@ -14,11 +14,10 @@ from typing import ClassVar
 
 from paceline.messages import VerifiedTree
 from paceline.output_processor import TextDelta
-from paceline_services.gateway.completion_request import CompletionRequest
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
-from paceline_services.gateway.generation.delta_buffer import DeltaBuffer
+from paceline_services.gateway.generation.completion_request import CompletionRequest
+from paceline_services.gateway.generation.deltas import DeltaBuffer
 from paceline_services.gateway.generation.echoed_prompt import EchoedPrompt
 from paceline_services.gateway.generation.logprobs import (
     TokenSpelling,
@@ -29,7 +28,7 @@ from paceline_services.gateway.generation.logprobs import (
 )
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.usage import RequestUsage
-from paceline_services.gateway.structured.output import left_out_json
+from paceline_services.gateway.http.json_body import Json
 
 
 class OpenAIResponse(ABC):
@@ -67,7 +66,7 @@ class OpenAIResponse(ABC):
             "created": created,
             "model": model.model,
             "system_fingerprint": f"fp_{model.tokenizer.fingerprint[:12]}",
-            **left_out_json(requests[0]),
+            **requests[0].left_out_json,
         }
 
     def response(self, outputs: Sequence[TextDelta]) -> Json:

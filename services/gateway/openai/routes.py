@@ -11,7 +11,6 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from paceline.output_processor import TextDelta
-from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.bodies import (
     ChatBody,
     CompletionBody,
@@ -21,6 +20,8 @@ from paceline_services.gateway.generation.bodies import (
     TokenizeTextBody,
 )
 from paceline_services.gateway.generation.chat_prompt import encode_body
+from paceline_services.gateway.generation.completion_request import CompletionRequest
+from paceline_services.gateway.generation.deltas import collect
 from paceline_services.gateway.generation.http_request import begin_request, numbered, read_body
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
@@ -28,7 +29,7 @@ from paceline_services.gateway.generation.prompt_encoding import decode, in_enco
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.request_trace import traced
 from paceline_services.gateway.generation.resumption import resumable
-from paceline_services.gateway.generation.served_model import ServedModel, collect
+from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent, while_connected
 from paceline_services.gateway.http.json_body import JsonResponse, parse_body
 from paceline_services.gateway.openai.response import ChatCompletionResponse, CompletionResponse, OpenAIResponse

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from paceline.state.acceptance import AcceptanceCounts
 from paceline.state.state_store import StateStore
 from paceline.state.worker_registry import RegisteredWorker
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.served_model import ServedModel
+from paceline_services.gateway.http.json_body import Json
 from paceline_services.gateway.routing.circuit_breaker import Breaker, BreakerState
 from paceline_services.gateway.routing.draft_workers import DraftWorkers, draft_kind
 from paceline_services.gateway.routing.target_connection import TargetConnection

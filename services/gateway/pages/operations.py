@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import Field
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 import paceline
-from paceline_services.gateway.field_types import Body
+from paceline.launcher import KILL_DRAFT
+from paceline_services.gateway.api_errors import UnavailableError
 from paceline_services.gateway.generation.http_request import read_body
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.http.auth_middleware import client_of
-from paceline_services.gateway.http.json_body import JsonResponse, parse_body
+from paceline_services.gateway.http.json_body import Body, JsonResponse, parse_body
 from paceline_services.gateway.pages.fleet_report import FleetReport
 
 MAX_ABORTED = 1024
@@ -102,3 +105,32 @@ def _model_info(model: ServedModel, aliases: list[str]) -> dict[str, Any]:
         "tool_call_parser": None if tools is None else tools.name,
         "reasoning_parser": None if reasoning is None else reasoning.name,
     }
+
+
+KILL_PATH = "/demo/kill-draft"
+TIMEOUT_S = 5.0
+
+
+def add_demo(app: FastAPI, socket: Path) -> None:
+    """Add the route. `socket`: the launcher's, which owns the workers."""
+
+    @app.post(KILL_PATH, include_in_schema=False)
+    async def kill() -> Response:
+        return JSONResponse({"killed": await kill_draft(socket)})
+
+
+async def kill_draft(socket: Path) -> str | None:
+    """Let the launcher kill one draft worker, and return its id; None if no draft worker runs now.
+
+    Raises `UnavailableError` if the launcher does not answer.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(socket)
+            try:
+                writer.write(KILL_DRAFT)
+                return (await reader.readline()).decode().strip() or None
+            finally:
+                writer.close()
+    except (OSError, TimeoutError) as error:
+        raise UnavailableError(f"the launcher does not answer: {error}") from error

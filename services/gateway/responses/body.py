@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError
-from paceline_services.gateway.field_types import TEXT, UNUSED, Body, Json, Unsupported, Unused, any_of, type_tag
 from paceline_services.gateway.generation.bodies import MAX_MESSAGES, SHARED_FIELDS, ChatBody, ReasoningEffort
+from paceline_services.gateway.http.json_body import TEXT, UNUSED, Body, Json, Unsupported, Unused, any_of, type_tag
 from paceline_services.gateway.responses.input_items import OBJECTS, InputItem, ItemId
 from paceline_services.gateway.structured.output import JsonSchema
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.http.json_body import Json
 from paceline_services.gateway.responses.body import PASSED_ON, AllowedTools, FunctionChoice, ResponseBody
 from paceline_services.gateway.responses.input_items import (
     FunctionCallItem,

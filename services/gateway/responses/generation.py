@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from paceline.output_processor import TextDelta
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
-from paceline_services.gateway.completion_request import CompletionRequest
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 from paceline_services.gateway.generation.journal import Journal, Journals, StreamLeftError
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.request_builder import build_requests
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.http.event_stream import ServerSentEvent
-from paceline_services.gateway.http.json_body import parse_body
+from paceline_services.gateway.http.json_body import Json, parse_body
 from paceline_services.gateway.responses.body import ResponseBody
-from paceline_services.gateway.responses.conversion import FIELDS, chat_body
+from paceline_services.gateway.responses.conversion import FIELDS, SYSTEM_ROLES, chat_body
 from paceline_services.gateway.responses.history import ResponseHistory, StoredResponse, items_json
-from paceline_services.gateway.responses.input_items import InputItem
+from paceline_services.gateway.responses.input_items import InputItem, MessageItem
 from paceline_services.gateway.responses.running import RunningResponse
-from paceline_services.gateway.responses.truncation import truncated_to_fit
 
 
 async def build_response_request(
@@ -153,3 +152,40 @@ class ResponseGeneration:
 def sse(event: Json) -> ServerSentEvent:
     """An event of the stream; its name is its type."""
     return ServerSentEvent(event, event["type"])
+
+
+TOO_LONG = "context_length_exceeded"
+"""The code of the error for a conversation that exceeds the context."""
+
+T = TypeVar("T")
+
+
+async def truncated_to_fit(items: Sequence[InputItem], build: Callable[[Sequence[InputItem]], Awaitable[T]]) -> T:
+    """What `build` makes of the most turns, the latest ones, that it does not refuse as too long.
+
+    A turn begins with a message of the user. System messages stay. Raises what `build` raises, for the latest turn if
+    that is too long itself.
+    """
+    turns = [index for index, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
+    starts = [0, *(index for index in turns if index > 0)]
+    low, high, built = 0, len(starts) - 1, None
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            built, high = await build(from_turn(items, starts[middle])), middle
+        except InvalidRequestError as error:
+            if error.code != TOO_LONG:
+                raise
+            low = middle + 1
+    if built is None:  # all but the latest turn alone were too long
+        return await build(from_turn(items, starts[high]))
+    return built
+
+
+def from_turn(items: Sequence[InputItem], start: int) -> list[InputItem]:
+    """The items from `start` on, and the system messages before it."""
+    return [item for index, item in enumerate(items) if index >= start or _is_system(item)]
+
+
+def _is_system(item: InputItem) -> bool:
+    return isinstance(item, MessageItem) and item.role in SYSTEM_ROLES

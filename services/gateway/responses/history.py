@@ -12,8 +12,7 @@ from pydantic_core import from_json
 from paceline.state.state_errors import StateUnavailableError
 from paceline.state.state_store import StateStore
 from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError, UnavailableError
-from paceline_services.gateway.field_types import Json
-from paceline_services.gateway.http.json_body import encode_json
+from paceline_services.gateway.http.json_body import Json, encode_json
 from paceline_services.gateway.responses.input_items import InputItem
 
 log = logging.getLogger(__name__)

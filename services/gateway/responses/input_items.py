@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from paceline_services.gateway.field_types import TEXT, Body, Json, Unsupported, Unused, any_of, type_tag
+from paceline_services.gateway.http.json_body import TEXT, Body, Json, Unsupported, Unused, any_of, type_tag
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 MAX_ID = 256

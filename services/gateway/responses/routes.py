@@ -13,15 +13,13 @@ from starlette.responses import Response
 from paceline_services.gateway.api_docs import LEFT_OUT, NUMBER, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, RetryLaterError
 from paceline_services.gateway.auth import ApiClient
-from paceline_services.gateway.field_types import TEXT, Json
 from paceline_services.gateway.generation.http_request import EVENT_ID, begin_request, numbered
 from paceline_services.gateway.generation.journal import JournalState, StreamLeftError
 from paceline_services.gateway.generation.request_trace import traced
 from paceline_services.gateway.generation.resumption import followed, resumable
 from paceline_services.gateway.http.auth_middleware import client_of
-from paceline_services.gateway.http.event_stream import EventStream, while_connected
-from paceline_services.gateway.http.json_body import JsonResponse
-from paceline_services.gateway.request_headers import LAST_EVENT_ID_HEADER
+from paceline_services.gateway.http.event_stream import LAST_EVENT_ID_HEADER, EventStream, while_connected
+from paceline_services.gateway.http.json_body import TEXT, Json, JsonResponse
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.body import ResponseBody
 from paceline_services.gateway.responses.generation import ResponseGeneration, ResponseRequests
@@ -46,6 +44,7 @@ def add_responses(app: FastAPI, requests: ResponseRequests, background: Backgrou
     """Add the routes, and their description."""
     _add_creation(app, requests, background)
     _add_stored_responses(app, requests)
+    _add_endings(app, requests)
     describe(app, DOCS)
 
 
@@ -69,7 +68,7 @@ def _add_creation(app: FastAPI, requests: ResponseRequests, background: Backgrou
 
 
 def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
-    history, journals = requests.history, requests.journals
+    history = requests.history
 
     @app.get(ONE)
     async def retrieve(request: Request, response_id: str) -> Response:
@@ -84,6 +83,16 @@ def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
             if (made := await _so_far(requests, response_id, client)) is None:
                 raise
             return JsonResponse(made.response.as_json())
+
+    @app.get(ONE + "/input_items")
+    async def input_items(request: Request, response_id: str) -> Response:
+        query = _items_query(request)
+        items = (await history.load(client_of(request).name, response_id)).items
+        return JsonResponse(_page(items, query))
+
+
+def _add_endings(app: FastAPI, requests: ResponseRequests) -> None:
+    history, journals = requests.history, requests.journals
 
     @app.delete(ONE)
     async def delete(request: Request, response_id: str) -> Response:
@@ -122,12 +131,6 @@ def _add_stored_responses(app: FastAPI, requests: ResponseRequests) -> None:
             message = f"response_id: the response has ended ({stored['status']}): it cannot be cancelled"
             raise InvalidRequestError(message, param="response_id")
         return JsonResponse(stored)
-
-    @app.get(ONE + "/input_items")
-    async def input_items(request: Request, response_id: str) -> Response:
-        query = _items_query(request)
-        items = (await history.load(client_of(request).name, response_id)).items
-        return JsonResponse(_page(items, query))
 
 
 async def _so_far(requests: ResponseRequests, response_id: str, client: ApiClient) -> ResponseGeneration | None:

@@ -9,16 +9,15 @@ from paceline.messages import FinishReason
 from paceline.output_processor import TextDelta
 from paceline.parsing import Content
 from paceline_services.gateway.api_errors import ApiError
-from paceline_services.gateway.completion_request import CompletionRequest
-from paceline_services.gateway.field_types import Json
 from paceline_services.gateway.generation.bodies import ChatBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 from paceline_services.gateway.generation.logprobs import TokenSpelling, chat_log_probs
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.usage import RequestUsage
+from paceline_services.gateway.http.json_body import Json
 from paceline_services.gateway.responses.body import ResponseBody
 from paceline_services.gateway.responses.output import ResponseOutput
-from paceline_services.gateway.structured.output import left_out_json
 
 STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.CANCELLED: "cancelled"}
 LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
@@ -80,7 +79,7 @@ class RunningResponse:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             **settings_json(self._body),
-            **left_out_json(self._request),
+            **self._request.left_out_json,
         }
         if self._body.speculation_stats and ended:
             response |= {"speculation": self._usage.speculation(), "timings": self._usage.timings()}

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from paceline.messages import TargetDescription
+from paceline.messages import GenerationRequest, TargetDescription
 from paceline.state.periodic_task import PeriodicTask
 from paceline.state.state_store import StateStore
 from paceline.state.worker_registry import RegisteredWorker, WorkerRecord
@@ -21,11 +21,9 @@ from paceline.state.worker_watcher import WorkerWatcher
 from paceline.tls import Certificates
 from paceline.wire.link_errors import LinkError
 from paceline.wire.target_link import TargetLink
-from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.routing.circuit_breaker import Breaker
-from paceline_services.gateway.routing.cost_model import RequestCostModel
 from paceline_services.gateway.routing.draft_workers import DraftAcceptanceRefresh, DraftWorkers
-from paceline_services.gateway.routing.target_connection import TargetConnection
+from paceline_services.gateway.routing.target_connection import RequestCostModel, TargetConnection
 from paceline_services.gateway.routing.worker_selection import TargetCandidate, best_target, session_home
 
 log = logging.getLogger(__name__)
@@ -109,26 +107,29 @@ class Fleet:
 
     def choose(
         self,
-        request: CompletionRequest,
+        request: GenerationRequest,
         blocks: Sequence[int],
+        needed: frozenset[str] = frozenset(),
+        session: str = "",
         refused_by: TargetConnection | None = None,
         numerics: str | None = None,
     ) -> tuple[TargetConnection, TargetCandidate] | None:
         """The target for a request, and what was known of it; None if there is none to choose from now.
 
-        `blocks`: the block hashes of the request's tokens. Preferred, however busy, are first targets whose context
-        holds the whole request, which another target's may have allowed, then targets other than `refused_by`, then
-        those with `numerics`, which are those of the target that drew the request's latest token.
+        `blocks`: the block hashes of the request's tokens. `needed`: capabilities. `session`: the request's
+        conversation. Preferred, however busy, are first targets whose context holds the whole request, which another
+        target's may have allowed, then targets other than `refused_by`, then those with `numerics`, which are those of
+        the target that drew the request's latest token.
         """
-        usable = self._usable(request.needed_capabilities)
-        session = session_home(list(usable), request.session, request.cache_salt)
+        usable = self._usable(needed)
+        home = session_home(list(usable), session, request.cache_salt)
         longest = len(request.prompt) + request.sampling.max_tokens
         # Each of these lines only prefers, the first most. `numerics` None: of no target, so all stay.
         usable = {key: each for key, each in usable.items() if each.link.description.max_model_len >= longest} or usable
         usable = {key: target for key, target in usable.items() if target is not refused_by} or usable
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
         candidates = {
-            key: target.candidate(blocks, self.request_cost, session=key == session) for key, target in usable.items()
+            key: target.candidate(blocks, self.request_cost, session=key == home) for key, target in usable.items()
         }
         best = best_target(candidates, request.tokens, request.cache_salt)
         return None if best is None else (usable[best], candidates[best])

@@ -23,14 +23,14 @@ from paceline.grammar.grammar_checker import GrammarChecker
 from paceline.grammar.lark import WHITE_SPACE
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
-from paceline_services.gateway.completion_request import CompletionRequest
-from paceline_services.gateway.field_types import Body, Json
-from paceline_services.gateway.structured.structural_tag import StructuralFields, StructuralTag
-from paceline_services.gateway.structured.structure_fields import (
+from paceline_services.gateway.http.json_body import Body
+from paceline_services.gateway.structured.structural_tag import (
     ANY_OBJECT,
     GrammarSource,
     GrammarText,
     Schema,
+    StructuralFields,
+    StructuralTag,
     parsed,
     within_limit,
 )
@@ -224,8 +224,3 @@ def compile_grammar_text(source: GrammarSource, tokenizer: Tokenizer) -> str:
     if len(grammar) > MAX_GRAMMAR_LENGTH:
         raise GrammarError(f"{len(grammar)} characters as a grammar, {MAX_GRAMMAR_LENGTH} are the most")
     return grammar
-
-
-def left_out_json(request: CompletionRequest) -> Json:
-    """What a response says of the keywords to which it is not kept; nothing if there are none."""
-    return {"left_out_keywords": [*request.left_out_keywords]} if request.left_out_keywords else {}

@@ -16,8 +16,8 @@ from paceline.messages import GenerationRequest, TargetDescription
 from paceline.text import Tokenizer
 from paceline.wire.target_codec import decode_request, encode_request
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.generation.bodies import CompletionBody
+from paceline_services.gateway.generation.completion_request import CompletionRequest
 from paceline_services.gateway.generation.prompt_encoding import LONG_TEXT, bad_word_tokens, encode_prompts
 from paceline_services.gateway.generation.request_builder import build_choices, build_sampling, speculative_options
 

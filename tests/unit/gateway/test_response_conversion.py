@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.responses.conversion import chat_messages
+from paceline_services.gateway.responses.generation import TOO_LONG, truncated_to_fit
 from paceline_services.gateway.responses.input_items import InputItem, MessageItem
-from paceline_services.gateway.responses.truncation import TOO_LONG, truncated_to_fit
 
 ITEMS = TypeAdapter(list[InputItem])
 

@@ -17,7 +17,6 @@ from paceline.state import open_store
 from paceline.state.acceptance import AcceptanceCounts
 from paceline.state.state_errors import StateUnavailableError
 from paceline.state.worker_registry import RegisteredWorker, WorkerRecord
-from paceline_services.gateway.completion_request import CompletionRequest
 from paceline_services.gateway.routing.circuit_breaker import (
     FAILURES,
     FIRST_PAUSE_S,
@@ -25,15 +24,20 @@ from paceline_services.gateway.routing.circuit_breaker import (
     Breaker,
     BreakerState,
 )
-from paceline_services.gateway.routing.cost_model import (
-    MAX_RETRY_AFTER_S,
-    RequestCostModel,
-)
 from paceline_services.gateway.routing.draft_workers import MIN_VERIFICATIONS, DraftAcceptanceRefresh, DraftWorkers
 from paceline_services.gateway.routing.fleet import Fleet
-from paceline_services.gateway.routing.prefix_index import BLOCK, PrefixIndex, block_hashes
-from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection
-from paceline_services.gateway.routing.target_load import DELTA_PRECEDENCE_S, LOAD_TTL_S, TargetLoad
+from paceline_services.gateway.routing.target_connection import (
+    BLOCK,
+    DELTA_PRECEDENCE_S,
+    LOAD_TTL_S,
+    MAX_RETRY_AFTER_S,
+    InFlightRequest,
+    PrefixIndex,
+    RequestCostModel,
+    TargetConnection,
+    TargetLoad,
+    block_hashes,
+)
 from paceline_services.gateway.routing.worker_selection import session_home
 
 TOKENS = st.lists(st.integers(0, 3), max_size=3 * BLOCK)
@@ -214,10 +218,10 @@ def test_a_load_that_is_not_refreshed_expires(clock: Clock) -> None:
 def test_a_conversation_whose_home_cannot_take_a_request_has_no_other_home(clock: Clock) -> None:
     fleet = Fleet("m", "")
     fleet.targets = {name: linked_target(Link(), clock) for name in "abc"}
-    request = CompletionRequest("r", [1], SamplingParams(), session="talk")
+    request = GenerationRequest("r", [1], SamplingParams())
     home = str(session_home("abc", "talk"))
     for refused_by, has_session in ((None, True), (fleet.targets[home], False)):
-        chosen = fleet.choose(request, [], refused_by)
+        chosen = fleet.choose(request, [], session="talk", refused_by=refused_by)
         assert chosen is not None
         assert chosen[1].has_session is has_session
 

@@ -29,7 +29,7 @@ from paceline.parsing.reasoning import HARMONY_REASONING
 from paceline.parsing.tool_format import ToolFormat
 from paceline.parsing.tool_grammar import forced_call_grammar
 from paceline.text import Tokenizer
-from paceline_services.gateway.structured.forced_calls import ForcedCalls
+from paceline_services.gateway.generation.tool_choice import ForcedCalls
 from paceline_services.gateway.structured.output import GrammarChecks
 from tests.helpers.grammars import CALL, PIECES, grammars, text_of, tokenizer
 from tests.helpers.random_schemas import RECORDS

@@ -7,6 +7,16 @@ from dataclasses import dataclass, field
 
 from paceline.messages import GenerationRequest
 from paceline.output_processor import OutputOptions
+from paceline_services.gateway.http.http_metrics import REQUEST_ID_HEADER
+from paceline_services.gateway.http.json_body import Json
+
+SESSION_HEADER = "x-session-id"
+"""Names the request's conversation, in place of the body's `prompt_cache_key`: its requests go to the same target."""
+LABELS_HEADER = "x-target-labels"
+"""Labels that the request's target must have."""
+REQUEST_HEADERS = (LABELS_HEADER, SESSION_HEADER, REQUEST_ID_HEADER)
+"""The headers, or gRPC's metadata, that belong to a request as its body does: kept with its journal. HTTP hands on no
+others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,11 @@ class CompletionRequest(GenerationRequest):
     attempt: str = ""
     """Distinguishes, at targets, a request that is taken over from what its earlier gateway still runs; "": the first
     attempt."""
+
+    @property
+    def left_out_json(self) -> Json:
+        """What a response says of `left_out_keywords`; nothing if there are none."""
+        return {"left_out_keywords": [*self.left_out_keywords]} if self.left_out_keywords else {}
 
 
 def choices_of(requests: Sequence[CompletionRequest]) -> int:
