@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeAlias
 
 ROOT_ID = 0
 """The parent id of the committed token at a growth's base position."""
@@ -62,12 +61,6 @@ class Growth:
         return self
 
 
-GrowthFields: TypeAlias = tuple[
-    Sequence[tuple[int, int, int, int]], Sequence[int], Sequence[int], Sequence[float], Sequence[DraftDistribution]
-]
-"""The fields of a `GrowthBatch`."""
-
-
 @dataclass(frozen=True, slots=True)
 class GrowthBatch:
     """Growth of several requests: flat lists over all their nodes."""
@@ -80,13 +73,9 @@ class GrowthBatch:
     distributions: Sequence[DraftDistribution] = field(default_factory=list)
     """One for each node, or empty."""
 
-    @property
-    def fields(self) -> GrowthFields:
-        return self.headers, self.parent_ids, self.tokens, self.log_probs, self.distributions
-
-    def __reduce__(self) -> tuple[type[GrowthBatch], GrowthFields]:
+    def __reduce__(self) -> tuple[type[GrowthBatch], tuple[object, ...]]:
         """Several times as fast as the default of dataclasses."""
-        return GrowthBatch, self.fields
+        return GrowthBatch, (self.headers, self.parent_ids, self.tokens, self.log_probs, self.distributions)
 
     @classmethod
     def of(cls, growths: Iterable[tuple[int, Growth]]) -> GrowthBatch:

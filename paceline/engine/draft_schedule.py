@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.policy.inline_round_policy import InlineRoundPolicy
 from paceline.core.policy.step_cost import RowChoice, StepCost
 from paceline.core.policy.wait_policy import WaitPolicy
 from paceline.core.tree import ROOT
@@ -52,85 +51,75 @@ class LockstepSchedule:
         return request.draft_active and request.tree.height(request.candidate_nodes()) < request.depth_allowed()
 
 
-class CostAwareSchedule:
-    """Base of the schedules that wait only where it pays."""
-
-    def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
-        self._cost = cost
-        self._clock = clock
-
-    def _forecast(self, drawing: Sequence[DraftedRequest]) -> tuple[float, float, float]:
-        """Of the step with the nodes at hand: expected tokens, seconds, and seconds for one more node per request."""
-        step = RowChoice([(request.tree, request.candidate_nodes()) for request in drawing], self._cost)
-        return step.tokens, step.seconds(), step.seconds(len(drawing)) - step.seconds()
-
-
-class StreamedSchedule(CostAwareSchedule):
+class StreamedSchedule:
     """Verify the nodes at hand; wait only where that commits more tokens per second (`WaitPolicy`)."""
 
     depth_factor = 2
+    first_differs = True
+    """Whether a step's first round takes longer than those after it."""
 
     def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
-        super().__init__(cost, clock)
-        self._wait_policy = WaitPolicy()
+        self.policy = WaitPolicy()
+        self._cost = cost
+        self._clock = clock
 
-    def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
-        waited_s, first = 0.0, True
-        now = draft_frontier(drawing)
+    def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates, waited_s: float = 0.0) -> None:
+        """`waited_s`: so far."""
+        first, now = True, draft_frontier(drawing)
         while wait_s := self._wait_s(now, drawing, waited_s, first=first):
             start = self._clock()
             received = receive(wait_s)
             delay_s = self._clock() - start
             before, now = now, draft_frontier(drawing)
-            self._wait_policy.observe(before.deepest, now.own - before.own, delay_s, first=first)
-            waited_s, first = waited_s + delay_s, False
+            self.policy.observe(before.deepest, now.own - before.own, delay_s, first=first)
+            waited_s, first = waited_s + delay_s, not self.first_differs
             if not received:
                 return
 
+    def reach(self, now: DraftFrontier) -> tuple[int, float]:
+        """How many rounds ahead count, and expected tokens of nodes that the draft may guess again."""
+        return now.levels_left, now.by_lookups
+
     def _wait_s(self, now: DraftFrontier, drawing: Sequence[DraftedRequest], waited_s: float, *, first: bool) -> float:
-        tokens, seconds, rows_s = self._forecast(drawing)
-        return self._wait_policy.wait_s(
+        step = RowChoice([(request.tree, request.candidate_nodes()) for request in drawing], self._cost)
+        seconds = step.seconds()
+        rounds, by_lookups = self.reach(now)
+        return self.policy.wait_s(
             now.deepest,
-            now.levels_left,
-            tokens,
+            rounds,
+            step.tokens,
             seconds + waited_s,
             first=first,
-            by_lookups=now.by_lookups,
-            rows_s=rows_s,
+            by_lookups=by_lookups,
+            rows_s=step.seconds(more=len(drawing)) - seconds,  # one more node of each request
         )
 
 
-class InlineSchedule(CostAwareSchedule):
-    """For drafts in the target's process: run drafting rounds while they pay (`InlineRoundPolicy`)."""
+class InlineSchedule(StreamedSchedule):
+    """For drafts in the target's process: a wait is a round of drafting, on the target's own time."""
 
     depth_factor = 1
+    first_differs = False
     TIMEOUT_S = 1.0
     """The timeout of one round."""
 
     def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
         super().__init__(cost, clock)
-        self._round_policy = InlineRoundPolicy()
+        self.policy = WaitPolicy(delay_s=1e-5, salvaged_share=0.0)
 
-    def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
-        drafting_s = 0.0
-        now = draft_frontier(drawing)
-        while not (started := all(r.draft_started for r in drawing if r.draft_active)) or self._round_pays(
-            now, drawing, drafting_s
-        ):
-            start = self._clock()
-            received = receive(self.TIMEOUT_S)
-            delay_s = self._clock() - start
-            before, now = now, draft_frontier(drawing)
-            if started:  # a first round reads the prompt, so its delay is not typical
-                self._round_policy.observe(before.deepest, now.own - before.own, delay_s)
-            drafting_s += delay_s
-            if not received or now.own <= before.own:
+    def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates, waited_s: float = 0.0) -> None:
+        def gains(timeout_s: float) -> bool:
+            own = draft_frontier(drawing).own
+            return receive(self.TIMEOUT_S) and draft_frontier(drawing).own > own
+
+        start = self._clock()  # a first round reads the prompt, so its delay is not typical
+        while not all(request.draft_started for request in drawing if request.draft_active):
+            if not gains(self.TIMEOUT_S):
                 return
+        super().wait(drawing, gains, waited_s + self._clock() - start)
 
-    def _round_pays(self, now: DraftFrontier, drawing: Sequence[DraftedRequest], drafting_s: float) -> bool:
-        """A round costs its own time, and that of one more row for each request."""
-        tokens, seconds, rows_s = self._forecast(drawing)
-        return self._round_policy.pays(now.deepest, tokens, seconds + drafting_s, now.covered_by_lookups, rows_s)
+    def reach(self, now: DraftFrontier) -> tuple[int, float]:
+        return 1, now.covered_by_lookups
 
 
 def make_draft_schedule(concurrent: bool, lockstep: bool, cost: StepCost, clock: Clock) -> DraftSchedule:

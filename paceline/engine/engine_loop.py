@@ -1,16 +1,44 @@
-"""Runs an engine at one end of a pipe."""
+"""Runs an engine at one end of a pipe, and the messages between a target service and it, beside `GenerationRequest`.
+
+Growth and commits have messages of their own, see `paceline.wire.remote_draft_client`.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.engine.engine_messages import CalibrationCounts, CancelRequest, StepResult
 from paceline.ipc.pipe import Pipe, PipeClosedError
 from paceline.messages import Delta, EngineLoad, GenerationRequest
 from paceline.telemetry.step_stats import StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """End this request; its final delta follows unless it ended meanwhile. Unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationCounts:
+    """Calibration counts of other targets, by cell of `Calibration`."""
+
+    drafted: Sequence[float]
+    accepted: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of one step."""
+
+    deltas: Sequence[Delta]
+    load: EngineLoad
+    stats: Sequence[StepStats] = ()
+    """Statistics of this step and the steps whose statistics were not sent yet; mostly empty."""
 
 
 class SteppedEngine(Protocol):

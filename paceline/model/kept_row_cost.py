@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from paceline.cache_folder import cache_folder
-from paceline.core.policy.learned_row_cost import LearnedRowCost
-from paceline.core.policy.step_cost import RowCost
+from paceline.core.policy.step_cost import LearnedRowCost, RowCost
 from paceline.model.model import Model, TransformersModel
 from paceline.model.native.build import NativeUnavailableError, native_description
 from paceline.model.numerics import cpu_name

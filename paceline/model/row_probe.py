@@ -9,8 +9,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.core.policy.learned_row_cost import LearnedRowCost
-from paceline.core.policy.step_cost import RowCost
+from paceline.core.policy.step_cost import LearnedRowCost, RowCost
 from paceline.model.model import Model
 from paceline.model.rows import TILE, Row, SlotTable
 

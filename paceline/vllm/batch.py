@@ -8,12 +8,14 @@ taken for one another, which costs guesses and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.engine.drafted_request import DraftedRequest
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -25,6 +27,18 @@ MAX_ABSENT_STEPS = 50
 
 TREE_NODES = 8
 """Of a tree, for each draft token of a step. The draft grows it before it knows which path the step commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowDescription:
+    """How the tokens of one row of a batch are drawn. `CoupledWorker`, which knows its request, tells a proposer."""
+
+    params: SamplingParams
+    prompt_tokens: int | None = None
+    """Tokens of the row before its output; None: unknown."""
+    speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
+    cache_salt: str = ""
+    """See `GenerationRequest`."""
 
 
 class ChainRequest(DraftedRequest):

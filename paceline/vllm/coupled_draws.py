@@ -20,8 +20,8 @@ from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.sampling import draw
 from paceline.drafting.vocabulary.stable_tokens import common_prefix_length
+from paceline.vllm.batch import RowDescription
 from paceline.vllm.extra_arguments import ExtraArguments
-from paceline.vllm.row_description import RowDescription
 
 log = logging.getLogger(__name__)
 

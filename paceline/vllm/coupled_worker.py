@@ -9,10 +9,10 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
+from paceline.vllm.batch import RowDescription
 from paceline.vllm.coupled_draws import CoupledDraws, VllmRequest
 from paceline.vllm.kv_hidden_states import KvHiddenStates
 from paceline.vllm.remote_drafts import RemoteDrafts
-from paceline.vllm.row_description import RowDescription
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker

@@ -28,8 +28,7 @@ from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.ipc.pipe import PipeClosedError
 from paceline.launcher import Backoff
 from paceline.messages import GenerationRequest
-from paceline.vllm.batch import Batch, ChainRequest, TokenIds
-from paceline.vllm.row_description import RowDescription
+from paceline.vllm.batch import Batch, ChainRequest, RowDescription, TokenIds
 
 log = logging.getLogger(__name__)
 

@@ -144,7 +144,7 @@ class DraftStream:
         growths = update.growths if all(is_open) else GrowthBatch.of(compress(update.growths, is_open))
         dropped = [wire_id for wire_id, reason in update.dropped.items() if self._drop(wire_id, reason)]
         if growths or dropped:
-            self._on_event(StreamUpdate(self.up.stream_id, growths.fields, dropped))
+            self._on_event(StreamUpdate(self.up.stream_id, growths, dropped))
 
     def _note_sent(self, frame: pb.DraftFrame) -> None:
         self._metrics.sent(frame.ByteSize())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from paceline.core.growth import GrowthFields
+from paceline.core.growth import GrowthBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,7 @@ class StreamUpdate(NamedTuple):
     """To the engine: a frame of a draft worker, decoded and checked. Its request ids are those on the link."""
 
     stream_id: int
-    growths: GrowthFields
-    """Of a `GrowthBatch`."""
+    growths: GrowthBatch
     dropped: Collection[int]
     """Requests that the worker cannot draft for."""
 

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.core.growth import GrowthBatch
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, PollResult
 from paceline.ipc.pipe import Pipe
@@ -123,7 +122,7 @@ class RemoteDraftClient(DraftClient):
 
     def _on_stream_update(self, message: StreamUpdate) -> None:
         worker = self._workers[message.stream_id]
-        for wire_id, growth in GrowthBatch(*message.growths):
+        for wire_id, growth in message.growths:
             if (request_id := worker.requests.get(wire_id)) is not None:
                 self._updates.growths.append((request_id, growth))
         for wire_id in message.dropped:

@@ -53,7 +53,7 @@ from paceline.drafting.speculator import Commit, Context, Limit, Opening, Specul
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
 from paceline.engine.draft_gate import DraftGate
 from paceline.engine.engine import Engine
-from paceline.engine.engine_messages import StepResult
+from paceline.engine.engine_loop import StepResult
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.pipe import MessageDecoder, MessageDispatcher, pack
 from paceline.launcher import StartError
@@ -188,7 +188,7 @@ class Loopback(MessageDispatcher):
             frame = encode_growth_frame(LinkUpdate(growths)).SerializeToString()
             update = parse_growth_frame(frame)
         with self._stopwatch.part("pipe"):
-            message = piped(StreamUpdate(LINK, update.growths.fields, ()))
+            message = piped(StreamUpdate(LINK, update.growths, ()))
         self.dispatch(message)
 
     def _grow(self) -> GrowthBatch:

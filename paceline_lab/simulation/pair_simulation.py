@@ -23,8 +23,7 @@ from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import MAX_HIDDEN_STATES_SENT
 from paceline.engine.engine import Engine
-from paceline.engine.engine_loop import EngineLoop
-from paceline.engine.engine_messages import StepResult
+from paceline.engine.engine_loop import EngineLoop, StepResult
 from paceline.ipc.pipe import MessageDispatcher
 from paceline.messages import GenerationRequest
 from paceline.model import ModelOutput
@@ -242,7 +241,7 @@ class _Target:
     def deliver(self, draft: int, data: bytes) -> None:
         """A draft's frame has arrived."""
         grown = parse_growth_frame(data)
-        self.pipe.put(StreamUpdate(draft, grown.growths.fields, list(grown.dropped)))
+        self.pipe.put(StreamUpdate(draft, grown.growths, list(grown.dropped)))
 
     def _receive_from_engine(self, message: object) -> None:
         """Called in the engine's thread. Its own CPU time does not count as the engine's."""

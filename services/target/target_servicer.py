@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from paceline.engine.engine_messages import CancelRequest
+from paceline.engine.engine_loop import CancelRequest
 from paceline.ipc.model_process import ModelProcessDiedError
 from paceline.messages import Delta, EngineLoad, FinishReason, GenerationRequest, TargetDescription
 from paceline.telemetry.tracing import NO_TRACING, Tracing

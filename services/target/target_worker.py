@@ -12,7 +12,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from paceline.engine.engine_messages import CalibrationCounts, StepResult
+from paceline.engine.engine_loop import CalibrationCounts, StepResult
 from paceline.ipc.model_process import ModelProcess
 from paceline.messages import TargetDescription
 from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration

@@ -20,7 +20,7 @@ import httpx
 import openai
 import pytest
 
-from paceline.engine.engine_messages import CancelRequest
+from paceline.engine.engine_loop import CancelRequest
 from paceline.messages import (
     Delta,
     EngineLoad,

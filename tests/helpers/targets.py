@@ -13,8 +13,7 @@ from paceline.core.policy.step_cost import RowCost
 from paceline.drafting import build_lookups
 from paceline.engine.draft_client import LocalDraftClient
 from paceline.engine.engine import Engine
-from paceline.engine.engine_loop import EngineLoop
-from paceline.engine.engine_messages import StepResult
+from paceline.engine.engine_loop import EngineLoop, StepResult
 from paceline.messages import Delta, GenerationRequest
 from paceline.model import Model
 from paceline.telemetry.tracing import NO_TRACING, Tracing

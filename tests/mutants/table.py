@@ -536,7 +536,7 @@ MUTANTS = (
     ),
     Mutant(
         "one stalled pass makes a point of the curve",
-        "paceline/core/policy/learned_row_cost.py",
+        "paceline/core/policy/step_cost.py",
         "if known is None and seconds > self(rows):",
         "if False:",
         ("unit/model/test_kept_row_cost.py",),

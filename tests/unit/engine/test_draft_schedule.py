@@ -10,7 +10,6 @@ import pytest
 
 from paceline.config import SpeculativeConfig
 from paceline.core.growth import Growth
-from paceline.core.policy.inline_round_policy import InlineRoundPolicy
 from paceline.core.policy.step_cost import RowCost, StepCost
 from paceline.core.policy.wait_policy import WaitPolicy
 from paceline.engine.draft_client import NoDraftClient, PollResult
@@ -143,14 +142,19 @@ class TestWaitPolicy:
         assert tries < 100
 
 
-class TestInlineRoundPolicy:
-    def policy(
-        self, times: int = 300, gain: float = 0.35, delay_s: float = DELAY_S, frontier: float = 0.5
-    ) -> InlineRoundPolicy:
+class Rounds(WaitPolicy):
+    def pays(self, frontier: float, expected: float, step_s: float, beyond: float = 0.0, rows_s: float = 0.0) -> bool:
+        return self.wait_s(frontier, 1, expected, step_s, first=True, by_lookups=beyond, rows_s=rows_s) > 0
+
+
+class TestInlineRounds:
+    """Of a draft in this process: one round ahead, and nothing of it serves the next step."""
+
+    def policy(self, times: int = 300, gain: float = 0.35, delay_s: float = DELAY_S, frontier: float = 0.5) -> Rounds:
         """A policy that has drafted so many rounds; by default a round brings 0.7 for each token of the frontier."""
-        policy = InlineRoundPolicy(DELAY_S)
+        policy = Rounds(DELAY_S, salvaged_share=0.0)
         for _ in range(times):
-            policy.observe(frontier, gain, delay_s)
+            policy.observe(frontier, gain, delay_s, first=True)
         return policy
 
     def test_a_round_pays_while_its_rate_exceeds_the_steps(self) -> None:
@@ -173,7 +177,7 @@ class TestInlineRoundPolicy:
     def test_slow_rounds_pay_less_and_a_single_very_long_one_counts_only_in_part(self) -> None:
         assert not self.policy(100, 0.4, 3 * DELAY_S).pays(0.5, 2.0, STEP_S)
         rounds = self.policy(100, 0.8, frontier=1.0)
-        rounds.observe(1.0, 0.8, 1.0)
+        rounds.observe(1.0, 0.8, 1.0, first=True)
         assert rounds.pays(0.5, 2.0, STEP_S)
 
     def test_rounds_below_improbable_nodes_have_little_weight(self) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.draft_client import NoDraftClient, PollResult
 from paceline.engine.engine import Engine
-from paceline.engine.engine_loop import EngineLoop
-from paceline.engine.engine_messages import StepResult
+from paceline.engine.engine_loop import EngineLoop, StepResult
 from paceline.ipc.pipe import Pipe
 from paceline.messages import GenerationRequest, SpeculationStats
 from paceline.model import ModelOutput

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import EngineConfig
-from paceline.core.policy.learned_row_cost import LearnedRowCost
+from paceline.core.policy.step_cost import LearnedRowCost
 from paceline.model import Model, load
 from paceline.model.kept_row_cost import KeptRowCost, model_row_cost
 from paceline.model.row_probe import QUICK_ROWS, ROW_COUNTS, measure_row_cost, quick_row_cost

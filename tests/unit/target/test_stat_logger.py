@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.config import SamplingParams
 from paceline.core.policy.calibration import Calibration
-from paceline.engine.engine_messages import StepResult
+from paceline.engine.engine_loop import StepResult
 from paceline.messages import (
     Delta,
     EngineLoad,

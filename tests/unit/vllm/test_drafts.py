@@ -26,12 +26,11 @@ from paceline.engine.draft_client import DraftClient, PollResult
 from paceline.engine.draft_manager import MAX_HIDDEN_STATES_SENT
 from paceline.ipc.pipe import PipeClosedError
 from paceline.vllm import draft_links, remote_drafts
-from paceline.vllm.batch import MAX_ABSENT_STEPS
+from paceline.vllm.batch import MAX_ABSENT_STEPS, RowDescription
 from paceline.vllm.draft_links import PoolLinks
 from paceline.vllm.pooled_drafts import PLAIN_STEPS, PooledDrafts
 from paceline.vllm.remote_drafts import RemoteDrafts
 from paceline.vllm.remote_drafts_settings import DRAFTS_VARIABLE, LinkOptions, RemoteDraftsSettings
-from paceline.vllm.row_description import RowDescription
 from paceline.vllm.target_facts import TargetFacts
 from tests.helpers.service_processes import service_process
 from tests.helpers.waiting import within
