@@ -9,7 +9,8 @@ import torch
 from paceline.drafting.speculator import Commit, Context, Limit
 from paceline.engine.draft_client import PollResult
 from paceline.wire.draft_stream_messages import ConnectDrafts
-from tests.helpers.workers import Counting, RecordingSpeculator, draft_worker, nodes, opening, target, until
+from tests.helpers.waiting import until
+from tests.helpers.workers import Counting, RecordingSpeculator, draft_worker, nodes, opening, target
 
 
 async def test_a_step_is_sent_as_one_frame() -> None:

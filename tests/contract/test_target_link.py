@@ -18,7 +18,7 @@ from paceline.wire.outbox import Outbox
 from paceline.wire.target_codec import encode_request
 from paceline.wire.target_link import TargetLink
 from tests.helpers.targets import NEVER_ENDS, VOCABULARY, collect, generation_request, linked, target_worker
-from tests.helpers.workers import until
+from tests.helpers.waiting import until
 
 
 async def test_a_request_from_beginning_to_end() -> None:

@@ -36,6 +36,7 @@ from paceline.engine.engine import Engine
 from paceline.messages import GenerationRequest
 from paceline.model.loading import build
 from paceline.model.model import Model
+from tests.helpers.engine_runs import run
 
 VOCABULARY = 128
 LONGEST = 256
@@ -200,15 +201,10 @@ def _outputs(
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     config = EngineConfig(slots=1024, max_num_batched_rows=24, enable_prefix_caching=False)
     engine = Engine(model, config, speculation, drafting, RowCost([8, 256], [1.0, 1.001]))
-    for request in generation_requests:
-        engine.submit(request)
-    outputs: dict[str, list[int]] = {request.request_id: [] for request in generation_requests}
-    while engine.busy:
-        for delta in engine.step():
-            if delta.error:
-                raise ValueError(delta.error)
-            outputs[delta.request_id] += delta.tokens
-    return outputs
+    results = run(engine, generation_requests)
+    if errors := [each.error for each in results.values() if each.error]:
+        raise ValueError(errors[0])
+    return {name: each.tokens for name, each in results.items()}
 
 
 def _differs(network: PreTrainedModel, request: GenerationRequest, output: Sequence[int]) -> str:

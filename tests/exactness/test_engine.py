@@ -26,6 +26,7 @@ from paceline.model.loading import build
 from paceline.model.model import Model
 from paceline.telemetry.step_stats import StepStats
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.engine_runs import run
 from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.helpers.parallel import drafting_for
 
@@ -107,31 +108,6 @@ def same(ours: dict[str, Delta], plain: dict[str, Delta]) -> bool:
     return {k: (a.tokens, a.log_probs, a.finish_reason) for k, a in ours.items()} == {
         k: (a.tokens, a.log_probs, a.finish_reason) for k, a in plain.items()
     }
-
-
-def run(
-    target: Engine, requests: Sequence[GenerationRequest], together: int = 100, steps: list[StepStats] | None = None
-) -> dict[str, Delta]:
-    """Serve all requests, `together` at a time; the whole answers by request. `steps` gets every step's numbers."""
-    results = {request.request_id: Delta(request.request_id) for request in requests}
-    queue, live = list(requests), 0
-    while queue or target.busy:
-        while queue and live < together:
-            target.submit(queue.pop(0))
-            live += 1
-        for delta in target.step():
-            result = results[delta.request_id]
-            result.tokens += delta.tokens
-            result.accepted += delta.accepted
-            result.log_probs += delta.log_probs
-            result.finish_reason = delta.finish_reason or result.finish_reason
-            result.usage = delta.usage or result.usage
-            result.error = delta.error
-            live -= delta.finish_reason is not None
-        if steps is not None:
-            steps.append(target.last_step)
-        target.check_integrity()
-    return results
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -248,14 +224,10 @@ def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], dtype: tor
 def test_good_drafts_are_accepted(dtype: torch.dtype) -> None:
     requests = [replace(each, speculative=SpeculativeOptions(report=True)) for each in generation_requests()]
     target = engine(llama(dtype), drafting("perfect", dtype, 2), depth=6, nodes=12)
-    for request in requests:
-        target.submit(request)
-    while target.busy:
-        for delta in target.step():
-            if delta.finish_reason:
-                assert delta.speculation is not None
-                assert delta.speculation.acceptance_length > 0.8, delta.request_id
-                assert delta.speculation.drafts == ["local"]
+    for key, result in run(target, requests).items():
+        assert result.speculation is not None
+        assert result.speculation.acceptance_length > 0.8, key
+        assert result.speculation.drafts == ["local"]
 
 
 def test_a_request_may_lower_the_limits(plain: dict[str, Delta], dtype: torch.dtype) -> None:

@@ -19,7 +19,8 @@ from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftC
 from paceline.engine.engine import Engine
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
 from paceline.messages import Delta, FinishReason, GenerationRequest
-from tests.exactness.test_engine import FREE, Liar, llama, run
+from tests.exactness.test_engine import FREE, Liar, llama
+from tests.helpers.engine_runs import run
 from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, grammars, text_of, tight
 
 PROMPT = [13, 23, 24, 25, 13, 23, 24, 25, 40]

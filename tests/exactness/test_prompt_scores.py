@@ -17,14 +17,15 @@ from transformers import AutoModelForCausalLM
 from paceline.config import SamplingParams
 from paceline.engine import model_pass, scheduler
 from paceline.engine.draft_client import NoDraftClient
-from paceline.engine.engine import Engine
 from paceline.engine.log_probabilities import log_probs
 from paceline.llm import LLM
 from paceline.messages import Delta, GenerationRequest, LogProbs
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
 from paceline.model_names import resolve_model
+from paceline.telemetry.step_stats import StepStats
 from tests.exactness.test_engine import drafting, engine, generation_requests, llama
+from tests.helpers.engine_runs import run
 from tests.helpers.llamas import peaked_llama
 
 TOP = 3
@@ -39,23 +40,6 @@ def asking(*, every: int = 1, max_tokens: int | None = None) -> list[GenerationR
         changed |= {} if max_tokens is None else {"max_tokens": max_tokens, "min_tokens": 0}
         requests.append(replace(request, sampling=request.sampling.model_copy(update=changed)))
     return requests
-
-
-def serve(target: Engine, requests: Sequence[GenerationRequest], together: int = 100) -> dict[str, Delta]:
-    """Whole answers by request. Parts of a prompt come in order, before or with the first token."""
-    results = {request.request_id: Delta(request.request_id) for request in requests}
-    queue, live = list(requests), 0
-    while queue or target.busy:
-        while queue and live < together:
-            target.submit(queue.pop(0))
-            live += 1
-        for delta in target.step():
-            result = results[delta.request_id]
-            assert not (result.tokens and delta.prompt_log_probs)
-            result.extend(delta)
-            live -= delta.finish_reason is not None
-        target.check_integrity()
-    return results
 
 
 def scores(result: Delta) -> Scores:
@@ -93,7 +77,7 @@ def expected(dtype: torch.dtype) -> dict[str, Scores]:
 @pytest.fixture(scope="module")
 def plain(dtype: torch.dtype) -> dict[str, object]:
     """What is drawn by requests that ask for no scores, one at a time."""
-    return drawn(serve(engine(llama(dtype), NoDraftClient()), generation_requests(), together=1))
+    return drawn(run(engine(llama(dtype), NoDraftClient()), generation_requests(), together=1))
 
 
 def check(results: dict[str, Delta], requests: Sequence[GenerationRequest], expected: dict[str, Scores]) -> None:
@@ -134,7 +118,7 @@ def test_chunks_and_drafts_change_nothing(
 ) -> None:
     source = NoDraftClient() if method is None else drafting(method, dtype, 2)
     requests = asking(every=2)
-    results = serve(engine(llama(dtype), source, max_num_batched_rows=rows), requests)
+    results = run(engine(llama(dtype), source, max_num_batched_rows=rows), requests)
     check(results, requests, expected)
     assert drawn(results) == plain
 
@@ -169,16 +153,16 @@ def test_cached_blocks_are_scored_and_filled(
 ) -> None:
     """The prompts are in the cache, then they are scored, then they come from the cache again."""
     target = engine(llama(dtype), NoDraftClient())
-    serve(target, generation_requests())
+    run(target, generation_requests())
     for together in (1, 100):
         requests = asking()
-        results = serve(target, requests, together)
+        results = run(target, requests, together)
         check(results, requests, expected)
         assert drawn(results) == plain
         assert all(each.usage is not None and each.usage.cached_tokens == 0 for each in results.values())
     fresh = engine(llama(dtype), NoDraftClient())
-    serve(fresh, asking(max_tokens=0))
-    results = serve(fresh, generation_requests())
+    run(fresh, asking(max_tokens=0))
+    results = run(fresh, generation_requests())
     assert drawn(results) == plain
     assert sum(each.usage.cached_tokens for each in results.values() if each.usage) > 300
 
@@ -190,18 +174,11 @@ def test_preemption_changes_nothing(
     """A preempted request goes on where it stopped to score."""
     requests = asking()
     target = engine(llama(dtype, slots=256), drafting("draft_model", dtype, 2), nodes=8, max_num_batched_rows=rows)
-    results = {request.request_id: Delta(request.request_id) for request in requests}
-    preemptions = 0
-    for request in requests:
-        target.submit(request)
-    while target.busy:
-        for delta in target.step():
-            results[delta.request_id].extend(delta)
-        preemptions += target.last_step.preemptions
-        target.check_integrity()
+    steps: list[StepStats] = []
+    results = run(target, requests, steps=steps)
     check(results, requests, expected)
     assert drawn(results) == plain
-    assert preemptions > 3
+    assert sum(step.preemptions for step in steps) > 3
 
 
 @pytest.mark.parametrize("rows", [8, 256])
@@ -209,7 +186,7 @@ def test_a_prompt_without_output_has_the_same_scores(
     expected: dict[str, Scores], dtype: torch.dtype, rows: int
 ) -> None:
     requests = asking(max_tokens=0)
-    results = serve(engine(llama(dtype), drafting("perfect", dtype, 2), max_num_batched_rows=rows), requests)
+    results = run(engine(llama(dtype), drafting("perfect", dtype, 2), max_num_batched_rows=rows), requests)
     check(results, requests, expected)
     assert all((each.tokens, each.finish_reason) == ([], "length") for each in results.values())
 
@@ -217,9 +194,9 @@ def test_a_prompt_without_output_has_the_same_scores(
 def test_a_resumed_request_scores_its_prompt_and_not_its_output(
     expected: dict[str, Scores], plain: dict[str, object], dtype: torch.dtype
 ) -> None:
-    whole = serve(engine(llama(dtype), NoDraftClient()), generation_requests())
+    whole = run(engine(llama(dtype), NoDraftClient()), generation_requests())
     resumed = [replace(each, committed=whole[each.request_id].tokens[:20]) for each in asking()]
-    results = serve(engine(llama(dtype), drafting("perfect", dtype, 2)), resumed)
+    results = run(engine(llama(dtype), drafting("perfect", dtype, 2)), resumed)
     check(results, resumed, expected)
     for request in resumed:
         assert [*request.committed, *results[request.request_id].tokens] == whole[request.request_id].tokens

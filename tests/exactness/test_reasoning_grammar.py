@@ -12,8 +12,8 @@ from paceline.config import SamplingParams
 from paceline.engine.draft_client import NoDraftClient
 from paceline.grammar.reasoning_matcher import ReasoningGate, ReasoningMatcher
 from paceline.messages import Delta, FinishReason, GenerationRequest
-from tests.exactness.test_engine import run
 from tests.exactness.test_grammar import PROMPT, STRATEGIES, draft_model, drafting, engine, outcome
+from tests.helpers.engine_runs import run
 from tests.helpers.grammars import ANSWER, END, GRAMMARS, PIECES, THINK, grammars
 
 A, B = PIECES.index("a"), PIECES.index("b")

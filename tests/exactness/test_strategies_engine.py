@@ -24,8 +24,9 @@ from paceline.model.model import Model
 from paceline.model.rows import SlotTable
 from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_draw_distribution import SIGNIFICANCE, chi_square_tail
-from tests.exactness.test_engine import FREE, Liar, llama, run
+from tests.exactness.test_engine import FREE, Liar, llama
 from tests.exactness.test_sampling import reference_distribution
+from tests.helpers.engine_runs import run
 
 SIZE = 16
 LENGTH = 3
@@ -231,11 +232,7 @@ def test_synthetic_acceptance_rate() -> None:
     steady = {"num_speculative_tokens": 3, "row_budget": False, "draft_schedule": "lockstep"}
     draft = DraftModelSpeculator(TableModel(SIZE, 1024, 1024, 0.9), 3, least_path_probability=0.0)
     target = engine(LocalDraftClient(draft), synthetic_acceptance_rate=0.6, **steady)
-    for generation_request in generation_requests(30, 80):
-        target.submit(generation_request)
-    ends = []
-    while target.busy:
-        ends += [delta.speculation for delta in target.step() if delta.finish_reason and delta.speculation]
+    ends = [each.speculation for each in run(target, generation_requests(30, 80)).values() if each.speculation]
     drafted, accepted = (
         [sum(each[depth] for each in counts) for depth in range(3)]
         for counts in ([each.drafted_by_depth for each in ends], [each.accepted_by_depth for each in ends])

@@ -17,7 +17,7 @@ from paceline.model.model_loader import load
 from paceline.model.parallel.sharding import tp_plan_for
 from paceline.model.rows import TILE, SlotTable
 from paceline.model.target_weights import TargetWeights
-from tests.exactness.test_engine import accepted, drafting, engine, generation_requests, llama, run, same
+from tests.exactness.test_engine import accepted, drafting, engine, generation_requests, llama, same
 from tests.exactness.test_rows import (
     VOCABULARY,
     assert_same,
@@ -29,6 +29,7 @@ from tests.exactness.test_rows import (
     tokens,
 )
 from tests.helpers.checkpoints import save_checkpoint, save_tokenizer
+from tests.helpers.engine_runs import run
 from tests.helpers.ranks import RankProcesses
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -18,8 +18,9 @@ from paceline.engine.engine import Engine
 from paceline.llm import LLM, VocabularyMismatchError
 from paceline.messages import GenerationRequest
 from paceline.model import load
-from tests.exactness.test_engine import FREE, run
+from tests.exactness.test_engine import FREE
 from tests.exactness.test_wire import same_tokens, served
+from tests.helpers.engine_runs import run
 from tests.helpers.llamas import VOCABULARY, peaked_llama
 from tests.helpers.vocabularies import TALE, Reciter, byte_level, metaspace, numbered, permuted_llama, save, vocabulary
 

@@ -37,7 +37,8 @@ from tests.helpers.markov import save_markov, save_seeing
 from tests.helpers.parallel import drafting_for
 from tests.helpers.service_processes import service_process
 from tests.helpers.targets import collect, linked, target_worker
-from tests.helpers.workers import RecordingSpeculator, draft_worker, until
+from tests.helpers.waiting import until
+from tests.helpers.workers import RecordingSpeculator, draft_worker
 
 TABLE_VOCABULARY = 24  # small, so that outputs repeat and n-grams match
 SLOTS = 2048

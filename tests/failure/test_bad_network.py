@@ -25,7 +25,8 @@ from paceline.wire.target_link import TargetLink
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from paceline_lab.fake_models.table_model import TableModel
 from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, generation_request, linked, target_worker
-from tests.helpers.workers import DraftWorker, LinkTraffic, draft_worker, host_and_port, nodes, opening, target, until
+from tests.helpers.waiting import until
+from tests.helpers.workers import DraftWorker, LinkTraffic, draft_worker, host_and_port, nodes, opening, target
 
 DRAFTED = SpeculativeConfig(method="draft_model", model="table")
 TOKENS = 700

@@ -29,7 +29,7 @@ from loadtests.chaos.faults import REDIS, Fault
 from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
 from tests.helpers.streams import came, client, streaming
-from tests.helpers.workers import until
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 

@@ -14,7 +14,8 @@ from loadtests.chaos.chaos_cases import NUMBERS, cases
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from tests.helpers.streams import came, client, gateway_for, streaming, timed_target, unfinished
 from tests.helpers.targets import NEVER_ENDS
-from tests.helpers.workers import PATIENCE_S, host_and_port, until
+from tests.helpers.waiting import PATIENCE_S, until
+from tests.helpers.workers import host_and_port
 
 MODEL = "timed:vocabulary=512,step_ms=20"
 TOKENS = 60

@@ -18,18 +18,8 @@ from paceline.wire.node_codec import PackedNodes, pack_nodes
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from tests.helpers.service_processes import service_process
 from tests.helpers.targets import collect, generation_request, link_to
-from tests.helpers.workers import (
-    PATIENCE_S,
-    VOCABULARY,
-    Counting,
-    LinkTraffic,
-    draft_worker,
-    host_and_port,
-    nodes,
-    opening,
-    target,
-    until,
-)
+from tests.helpers.waiting import PATIENCE_S, until
+from tests.helpers.workers import VOCABULARY, Counting, LinkTraffic, draft_worker, host_and_port, nodes, opening, target
 
 Frame = draft_pb2.GrowthFrame
 Growth = draft_pb2.GrowthFrame.Growth

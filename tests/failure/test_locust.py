@@ -21,7 +21,8 @@ from paceline.cli.deployment import DeploymentOptions
 from paceline.messages import Delta, EngineLoad
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from tests.helpers.streams import gateway_for, timed_target
-from tests.helpers.workers import host_and_port, until
+from tests.helpers.waiting import until
+from tests.helpers.workers import host_and_port
 
 pytestmark = pytest.mark.alone
 

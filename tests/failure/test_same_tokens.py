@@ -23,7 +23,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.llamas import peaked_llama
 from tests.helpers.streams import PATIENCE_S, client, streaming, unfinished
-from tests.helpers.workers import until
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

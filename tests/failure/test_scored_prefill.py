@@ -17,7 +17,7 @@ from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from tests.helpers.streams import client, gateway_for
 from tests.helpers.targets import target_worker
-from tests.helpers.workers import PATIENCE_S, until
+from tests.helpers.waiting import PATIENCE_S, until
 
 MODEL = "timed:vocabulary=512,step_ms=0,agreement=0.7"
 PROMPT = [(7 * at) % 500 for at in range(1000)]

@@ -14,7 +14,7 @@ import pytest
 from paceline.cli.supervised_process import Program
 from paceline.cli.supervisor import Supervisor
 from paceline.launcher import Backoff, StartError
-from tests.helpers.workers import until
+from tests.helpers.waiting import until
 
 AT_ONCE = lambda: Backoff(shortest_s=0.01, longest_s=0.05)  # noqa: E731
 

@@ -10,8 +10,8 @@ import pytest
 from paceline.config import SamplingParams
 from paceline.engine.draft_client import DraftClient, NoDraftClient
 from paceline.messages import GenerationRequest
-from tests.exactness.test_engine import run
 from tests.exactness.test_grammar import PROMPT, draft_model, drafting, engine, outcome, outside
+from tests.helpers.engine_runs import run
 from tests.helpers.grammars import END, GRAMMARS, PIECES, text_of
 
 ALL = tuple((token,) for token in range(len(PIECES)))

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, GenerationRequest
+from paceline.telemetry.step_stats import StepStats
+
+
+def run(
+    engine: Engine, requests: Sequence[GenerationRequest], together: int = 100, steps: list[StepStats] | None = None
+) -> dict[str, Delta]:
+    """Serve all requests, `together` at a time; the whole answers by request. `steps` gets every step's numbers."""
+    results = {request.request_id: Delta(request.request_id) for request in requests}
+    queue, live = list(requests), 0
+    while queue or engine.busy:
+        while queue and live < together:
+            engine.submit(queue.pop(0))
+            live += 1
+        for delta in engine.step():
+            result = results[delta.request_id]
+            assert not (result.tokens and delta.prompt_log_probs), "a prompt is scored before its output"
+            result.extend(delta)
+            live -= delta.finish_reason is not None
+        if steps is not None:
+            steps.append(engine.last_step)
+        engine.check_integrity()
+    return results
 
 
 @dataclass
@@ -19,22 +42,16 @@ class EngineRun:
     preemptions: int = 0
 
     def run(self, engine: Engine, *requests: GenerationRequest) -> EngineRun:
-        for request in requests:
-            self.outputs[request.request_id] = Delta(request.request_id)
-            engine.submit(request)
-        while engine.busy:
-            for delta in engine.step():
-                output = self.outputs[delta.request_id]
-                output.tokens += delta.tokens
-                output.log_probs += delta.log_probs
-                output.finish_reason = delta.finish_reason
-                self.cached += delta.usage.cached_tokens if delta.usage else 0
-            step = engine.last_step
+        steps: list[StepStats] = []
+        new = run(engine, requests, steps=steps)
+        for key, each in new.items():
+            self.outputs[key] = Delta(key, each.tokens, log_probs=each.log_probs, finish_reason=each.finish_reason)
+        self.cached += sum(each.usage.cached_tokens for each in new.values() if each.usage)
+        for step in steps:
             self.verifications += step.speculation.verifications
+            self.preemptions += step.preemptions
             for depth, count in enumerate(step.speculation.accepted_by_depth):
                 self.accepted_by_depth[depth] += count
-            self.preemptions += step.preemptions
-            engine.check_integrity()
         return self
 
     @property

@@ -18,7 +18,7 @@ from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
 from tests.helpers.memory_state import open_state
 from tests.helpers.targets import TargetWorker, target_worker
-from tests.helpers.workers import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S
 
 
 @dataclass

@@ -29,7 +29,8 @@ from paceline_services.target.engine_process import model_facts
 from paceline_services.target.target_servicer import TargetServicer
 from paceline_services.target.target_worker import target_description
 from tests.helpers.pipes import computing, joined
-from tests.helpers.workers import PATIENCE_S, pooled
+from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.workers import pooled
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 VOCABULARY = 1000

@@ -4,6 +4,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
+PATIENCE_S = 120.0
+"""Timeout for what must happen. Only a failing test waits that long."""
+
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
     """Wait until the condition holds. Raises TimeoutError after 20 s."""
@@ -13,8 +16,8 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until the condition holds. Raises TimeoutError after 20 s."""
-    async with asyncio.timeout(20):
+    """Wait until the condition holds. Raises TimeoutError after `PATIENCE_S`."""
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -32,14 +32,13 @@ from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.remote_draft_client import RemoteDraftClient
 from paceline_services.draft.draft_servicer import DraftServicer
 from tests.helpers.pipes import computing, joined
+from tests.helpers.waiting import PATIENCE_S, until
 
 VOCABULARY = 1000
 FINGERPRINT = "v1"
 LAYERS = 2
 """Layers of the target: hidden states have indices 0 to 3."""
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
-PATIENCE_S = 120.0
-"""Timeout for what must happen. Only a failing test waits that long."""
 
 
 class Counting(Speculator):
@@ -273,12 +272,6 @@ class LinkTraffic(TargetMetrics):
 def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host, int(port)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def nodes(updates: PollResult, request_id: int) -> list[int]:

@@ -13,7 +13,7 @@ from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.published_models import SMOLLM2, download
 from tests.helpers.streams import PATIENCE_S, client, streaming
-from tests.helpers.workers import until
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 

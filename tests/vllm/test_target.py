@@ -18,7 +18,7 @@ from loadtests.chaos.chaos_cases import ChaosCase
 from loadtests.chaos.chaos_run import chaos_deployment_options, default_vllm_options, references
 from loadtests.chaos.chaos_stack import REPLAYS, ChaosStack, running
 from tests.helpers.streams import PATIENCE_S, client, streaming
-from tests.helpers.workers import until
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 

@@ -28,6 +28,7 @@ from paceline.model.rows import Row
 from paceline.telemetry.step_stats import StepStats
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services.target.engine_process import model_facts
+from tests.helpers.engine_runs import run
 from tests.helpers.targets import FREE
 
 VOCABULARY = 64
@@ -165,16 +166,7 @@ def served(
     target: Engine, *generation_requests: GenerationRequest, steps: list[StepStats] | None = None
 ) -> dict[str, Delta]:
     """Serve the requests; the merged deltas of each. Statistics of every step are appended to `steps`."""
-    results = {s.request_id: Delta(s.request_id) for s in generation_requests}
-    for each in generation_requests:
-        target.submit(each)
-    while target.busy:
-        for delta in target.step():
-            results[delta.request_id].extend(delta)
-        if steps is not None:
-            steps.append(target.last_step)
-        target.check_integrity()
-    return results
+    return run(target, generation_requests, steps=steps)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram"], ids=["own draft", "lookup"])

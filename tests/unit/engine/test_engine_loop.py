@@ -15,7 +15,7 @@ from paceline.model.rows import Row
 from paceline_lab.fake_models.table_model import TableModel
 from tests.helpers.pipes import computing, joined
 from tests.helpers.targets import FREE
-from tests.helpers.workers import PATIENCE_S, until
+from tests.helpers.waiting import PATIENCE_S, until
 
 
 class ReadsPipe(NoDraftClient):

@@ -16,6 +16,7 @@ from paceline.wire.draft_codec import decode_draft_frame, encode_opening
 from paceline.wire.link_errors import WireError
 from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.engine_runs import run
 from tests.helpers.targets import FREE
 
 PROMPT = [7 * i % 500 for i in range(100)]
@@ -37,14 +38,9 @@ def test_another_salt_finds_nothing_and_gets_the_same_tokens(first: str, second:
     """Suffix decoding learns from the answers of its own salt alone."""
     drafting = LocalDraftClient(SuffixSpeculator(SPECULATION))
     target = Engine(TableModel(500, 512, 512), EngineConfig(slots=512), SPECULATION, drafting, FREE)
-    answers = []
+    answers: list[Delta] = []
     for salt in (first, second, first):
-        answers.append(Delta("r"))
-        target.submit(asked(salt))
-        while target.busy:
-            for delta in target.step():
-                answers[-1].extend(delta)
-            target.check_integrity()
+        answers += run(target, [asked(salt)]).values()
     alone, other, again = answers
     assert alone.tokens == other.tokens == again.tokens
     cached = [each.usage.cached_tokens for each in answers if each.usage]

@@ -19,7 +19,7 @@ from paceline.ray_pool import target_replica as replicas
 from paceline.ray_pool.target_replica import ReplicaSpec, TargetReplica
 from paceline_services.target.__main__ import parse_options as target_options
 from paceline_services.target.ray_replicas import keep_running, parse_pool_options, replica_spec
-from tests.helpers.workers import until
+from tests.helpers.waiting import until
 
 PATIENCE_S = 10.0
 CPU = {"CPU": 1.0}
