@@ -76,7 +76,7 @@ def tree_width(network: DraftNetwork, limits: DraftingLimits) -> int:
     return min(limits.tree_width, columns)
 
 
-class HiddenStates:
+class StateQueue:
     """The target's hidden states of a request's positions, in order, until they are used."""
 
     def __init__(self, *, latest: bool) -> None:
@@ -124,7 +124,7 @@ class NetworkRequest(TreeRequest, ABC):
     """The network's input tokens. The last one is the root."""
     input_limit: int
     """Committed input tokens and those of one path are at most so many."""
-    states: HiddenStates | None
+    states: StateQueue | None
     """Hidden states for tokens that are not computed yet; None: the network reads none."""
     slot_table: SlotTable = field(default_factory=SlotTable)
     """The slots of `tokens`, computed or not."""
@@ -289,7 +289,7 @@ class NetworkSpeculator(TreeSpeculator[R]):
         history = request_history(opening, self.description.vocabulary_size, self.grammars)
         tokens = self._network.inputs_of_prompt(opening.tokens)
         self._check_length(len(tokens))
-        states = HiddenStates(latest=not self._network.slots) if self.description.hidden_state_layers else None
+        states = StateQueue(latest=not self._network.slots) if self.description.hidden_state_layers else None
         request = self._way.request_type(opening, tree, history, self._way.limits, tokens, self._input_limit, states)
         request.slot_table.slots.extend(self._pool.take(len(tokens)))
         return request
