@@ -214,12 +214,12 @@ class LLM:
         if not speculation.enabled:
             return NoDraftClient()
         speculator = build_speculator(speculation, config, self.model.target_weights, self.model.name)
-        if speculator.vocabulary_fingerprint not in ("", self.model.fingerprint):
+        if speculator.description.vocabulary_fingerprint not in ("", self.model.fingerprint):
             raise VocabularyMismatchError(
-                f"the vocabularies of {self.model.name} and {speculator.model} differ: "
+                f"the vocabularies of {self.model.name} and {speculator.description.model} differ: "
                 f"choose a draft that was trained with the target's tokenizer, {MAPPING_HINT}"
             )
-        self.position_limit = speculator.position_limit
+        self.position_limit = speculator.description.position_limit
         return LocalDraftClient(speculator)
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:

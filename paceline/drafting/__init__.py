@@ -1,29 +1,28 @@
 """Speculators: what grows token trees. `speculator` is the interface, `methods` has one file for each method.
 
-    Speculator                       the interface                                         speculator.py
-      TreeSpeculator                 a replica of each request's tree                      tree_speculator.py
-        ExtractHiddenStates          writes files                                          methods
-        RetokenizingSpeculator       drafts in another vocabulary                          vocabulary
-        LookupSpeculator             ngram, suffix                                         tree_speculator.py
-        PredictingSpeculator         predicts the target's draws                           draw_prediction.py
-          StatelessSpeculator        medusa, mlp_speculator: from one hidden state         stateless_heads.py
-          CachedSpeculator           a KV cache, divided between links                     cached_speculator.py
-            BestFirstSpeculator      draft_model: one token after another                  best_first.py
-              HeadSpeculator         eagle, eagle3, mtp                                    heads/head_speculator.py
-              IntersectionSpeculator draft_model, drafts in another vocabulary             vocabulary
-            ParallelSpeculator       dflash: several tokens per pass                       parallel_drafts.py
-              MaskTokenSpeculator    pard, peagle                                          parallel_drafts.py
+    method                 speculator             way to grow   network or lookup
+    draft_model            NetworkSpeculator      BestFirst     ModelNetwork, IntersectionNetwork
+    eagle                  NetworkSpeculator      BestFirst     EagleNetwork
+    eagle3                 NetworkSpeculator      BestFirst     Eagle3Network
+    mtp                    NetworkSpeculator      BestFirst     LlamaHead, TransformersHead
+    pard                   NetworkSpeculator      Blocks        MaskTokens over ModelNetwork
+    peagle                 NetworkSpeculator      Blocks        MaskTokens over Eagle3Network
+    dflash                 NetworkSpeculator      Blocks        DFlashNetwork
+    medusa                 NetworkSpeculator      Blocks        MedusaHeads
+    mlp_speculator         NetworkSpeculator      Levels        MlpNetwork, LstmNetwork
+    ngram                  LookupSpeculator       -             NGramLookup
+    suffix                 LookupSpeculator       -             SuffixLookup
+    extract_hidden_states  ExtractHiddenStates    -             -
 
-A request's state is a class beside its speculator's, which derives in the same way (`TreeRequest`, `LookupRequest`,
-`PredictedRequest`, ...). Of `Speculator`'s methods, subclasses override `context`, `close` and `grow`. All call these
-hooks, in this order:
+Each of these keeps a replica of every request's tree (`TreeSpeculator`), and beside it the request's state, which is a
+class of the way to grow. `RetokenizingSpeculator` drafts in another vocabulary with a speculator of its own. The calls:
 
-    open       new_request, in a PredictingSpeculator begin; a CachedSpeculator then takes slots
-    context    the states go to the request; stateless: request.refresh_frontier
-    commit     advance: request.root_moved, the history and the states, request.refresh_frontier; lookups: index
-    limit      limits_changed: request.refresh_frontier
-    close      release
-    grow       lookups: add_nodes; stateless: draft_round; best first: run; parallel: run_pass, request.add_tokens
+    open      a request's state: its history, its input tokens and their slots; a lookup's tokens
+    context   hidden states are queued; refresh
+    commit    root_moved: which slots stay; then tokens, slots and states; refresh
+    limit     refresh: the request decides again what to draft
+    close     its slots are free
+    grow      the way to grow runs the network over rows that it chooses, and adds the children that the logits give
 """
 
 from __future__ import annotations
@@ -36,13 +35,24 @@ from paceline.drafting.method_registry import (
     hidden_state_layers,
     method_hook,
 )
-from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
+from paceline.drafting.speculator import (
+    Commit,
+    Context,
+    DraftDescription,
+    DraftError,
+    DraftingLimits,
+    Limit,
+    Opening,
+    Speculator,
+)
 from paceline.model_names import resolve_model
 
 __all__ = [
     "Commit",
     "Context",
+    "DraftDescription",
     "DraftError",
+    "DraftingLimits",
     "Limit",
     "Opening",
     "Speculator",

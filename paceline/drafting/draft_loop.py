@@ -68,27 +68,6 @@ class DraftRounds:
     grown: Sequence[tuple[int, LinkUpdate]]
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculatorFacts:
-    """The attributes of `Speculator` that links need."""
-
-    method: str
-    model: str
-    vocabulary_fingerprint: str
-    hidden_state_layers: Sequence[int]
-    position_limit: int
-
-    @classmethod
-    def of(cls, speculator: Speculator) -> SpeculatorFacts:
-        return cls(
-            speculator.method,
-            speculator.model,
-            speculator.vocabulary_fingerprint,
-            tuple(speculator.hidden_state_layers),
-            speculator.position_limit,
-        )
-
-
 @dataclass(slots=True)
 class _LinkState:
     """The requests of one link."""
@@ -191,7 +170,7 @@ class DraftLoop:
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         """A target's matrices may be padded to more tokens than the draft has, and clients may send their ids."""
-        size = self._speculator.vocabulary_size
+        size = self._speculator.description.vocabulary_size
         if size and max(tokens) >= size:
             raise DraftError(f"token {max(tokens)} is outside the vocabulary of {size}")
 

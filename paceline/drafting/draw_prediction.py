@@ -1,137 +1,50 @@
-"""Predicts the target's draws from a draft's logits, and keeps what that needs of each request.
+"""Predicts the target's draws from a draft's logits, or samples draft tokens from the draft's own distribution.
 
-The target perturbs its logits with noise that is known in advance (`paceline.core.sampling`) and draws the largest. A
-draft perturbs its own logits with the same noise; a softmax over the perturbed logits gives the probability of each
-draw. At temperature 0 there is no noise.
+*Predicted*: the target perturbs its logits with noise that is known in advance (`paceline.core.sampling`) and draws the
+largest. A draft perturbs its own logits with the same noise; a softmax over the perturbed logits gives the probability
+of each draw. At temperature 0 there is no noise.
+
+*Sampled*: for strategies that verify with the draft's distribution. A distribution is sent exactly as it was sampled
+from: the likeliest tokens, each with an integer weight. So sending rounds nothing, and every set of weights is a valid
+distribution.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.config import STRATEGIES
-from paceline.core.logits_rules import History, SamplingRow
-from paceline.core.sampling import top_scores
-from paceline.core.tree import TokenTree
-from paceline.drafting.speculator import DraftError, Opening
-from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
-from paceline.grammar.grammar_state import GrammarCompiler
-from paceline.model.model import Model
+from paceline.core.growth import DraftDistribution
+from paceline.core.logits_rules import SamplingRow
+from paceline.core.noise import NoisePurpose, noise_key
+from paceline.core.sampling import top_probabilities, top_scores
 
 MAX_ROWS = 256
 """Rows of draft tokens in one round."""
 SHORTLIST_SIZE = 64
 """The target's draw is predicted among this many of the likeliest tokens."""
 
+MAX_LISTED_TOKENS = 64
+"""Tokens of a distribution."""
+WEIGHT_SUM = 2**16 - 1
+"""The approximate sum of a distribution's weights. Each weight fits into 16 bits."""
+SAMPLED_DRAFT_SCORE = math.log(0.8)
+"""The log-probability given to every sampled draft token. The target learns how often they are accepted at each depth.
+It must not depend on the token: if sending, expanding or verifying depended on it, the samples that get verified would
+not follow the distribution."""
+
 RankedTokens = Sequence[tuple[int, float]]
 """Tokens and their log-probabilities, likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkFacts:
-    """The attributes of `Speculator` that follow from the network that drafts, and the network's sizes."""
-
-    model: str
-    vocabulary_fingerprint: str
-    vocabulary_size: int
-    columns: int
-    """Tokens that the network's logits are for."""
-    slots: int = 0
-    """Positions in its KV cache."""
-    position_limit: int = 0
-    hidden_state_layers: Sequence[int] = ()
-
-    @classmethod
-    def of_model(cls, model: Model) -> NetworkFacts:
-        """The facts of a language model of its own."""
-        size = model.vocabulary_size
-        return cls(model.name, model.fingerprint, size, size, model.slots, model.max_model_len)
-
-
-@dataclass(slots=True, eq=False)
-class PredictedRequest(TreeRequest):
-    """A request whose draws are predicted."""
-
-    history: History
-    """Parameters and tokens, as the target's rules see them."""
-    least_path_log_prob: float
-    """Only nodes with a larger path log-probability are added."""
-
-    def refresh_frontier(self) -> None:
-        """The root, its state, the tree or the limits changed: decide again what to draft."""
-
-    def draw_row(self, node: int) -> SamplingRow:
-        """The target's draw after `node`."""
-        position = self.tree.position + self.tree.depths[node] + 1
-        return SamplingRow(self.history.params, position, self.history, self.tree.path_tokens(node))
-
-    def new_children(self, node: int, ranked: RankedTokens) -> RankedTokens:
-        """The tokens likely enough to follow `node` that it has no child for."""
-        path_log_prob, tree = self.tree.path_log_probs[node], self.tree
-        return [
-            (token, log_prob)
-            for token, log_prob in ranked
-            if path_log_prob + log_prob > self.least_path_log_prob and tree.child(node, token) is None
-        ]
-
-
-P = TypeVar("P", bound=PredictedRequest)
-
-
-class PredictingSpeculator(TreeSpeculator[P]):
-    """Drafts with a network."""
-
-    def __init__(self, facts: NetworkFacts, tree_width: int, least_path_probability: float) -> None:
-        """`tree_width`: most children of a node. `least_path_probability`: only nodes on likelier paths are added; 0
-        admits all."""
-        super().__init__()
-        self.model = facts.model
-        self.vocabulary_fingerprint = facts.vocabulary_fingerprint
-        self.vocabulary_size = facts.vocabulary_size
-        self.position_limit = facts.position_limit
-        self.hidden_state_layers = tuple(facts.hidden_state_layers)
-        self._width = min(tree_width, facts.columns)
-        self._least_path_probability = least_path_probability
-        self._computed = False
-        """Whether the last round ran the network; if not, there was nothing to compute."""
-
-    @abstractmethod
-    def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> P:
-        """The state of a new request. Raises `DraftError`."""
-
-    @property
-    def behind(self) -> bool:
-        return self._computed
-
-    def new_request(self, opening: Opening, tree: TokenTree) -> P:
-        history = request_history(opening, self.vocabulary_size, self.grammars)
-        return self.begin(opening, tree, history, self._least_path_log_prob(opening))
-
-    def limits_changed(self, request: P) -> None:
-        request.least_path_log_prob = self._least_path_log_prob(request.opening)
-        request.refresh_frontier()
-
-    def _least_path_log_prob(self, opening: Opening) -> float:
-        least = max(opening.least_path_probability, self._least_path_probability)
-        return math.log(least) if least else -math.inf
-
-
-def request_history(opening: Opening, vocabulary_size: int, grammars: GrammarCompiler | None) -> History:
-    """The history that the target has when it opens the request. Raises `DraftError` for an unknown strategy."""
-    strategy = STRATEGIES.get(opening.strategy)
-    if strategy is None:
-        raise DraftError(f"unknown strategy {opening.strategy!r}")
-    params, split = strategy.effective_params(opening.sampling), len(opening.tokens) - opening.output_tokens
-    prompt, output = opening.tokens[:split], opening.tokens[split:]
-    grammar = None if grammars is None else grammars.start_request(params, output)
-    return History(params, prompt, output, vocabulary_size, grammar)
+class SampledToken(NamedTuple):
+    token: int
+    log_prob: float
+    distribution: DraftDistribution
 
 
 def predict_draws(
@@ -145,3 +58,40 @@ def predict_draws(
     log_probs_RK = torch.log_softmax(scores_RK, -1)
     tokens, log_probs = (each[:, :width].tolist() for each in (tokens_RK, log_probs_RK))
     return [list(zip(*row, strict=True)) for row in zip(tokens, log_probs, strict=True)]
+
+
+def sample_draft_tokens(
+    logits_RV: Tensor, rows: Sequence[SamplingRow], ids_V: Tensor | None = None
+) -> list[SampledToken | None]:
+    """One token after each row, sampled with the row's parameters. `ids_V`: see `paceline.core.sampling.top_scores`.
+
+    None: all of `ids_V` are forbidden after this row. That depends on the tokens before only, so no distribution is
+    changed. The noise is independent of the target's, and differs between roots and paths of the same position: a
+    rejection may have depended on the tokens after.
+    """
+    tokens_RK, probs_RK = top_probabilities(logits_RV, rows, MAX_LISTED_TOKENS, ids_V)
+    samples: list[SampledToken | None] = []
+    for row, tokens, probs in zip(rows, tokens_RK.tolist(), probs_RK.tolist(), strict=True):
+        distribution = quantised_distribution(tokens, probs)
+        key = noise_key(row.params.seed, NoisePurpose.GUESS, row.position - len(row.path), *row.path)
+        sample = (
+            SampledToken(draw_token(distribution, key), SAMPLED_DRAFT_SCORE, distribution) if distribution else None
+        )
+        samples.append(sample)
+    return samples
+
+
+def quantised_distribution(tokens: Sequence[int], probs: Sequence[float]) -> DraftDistribution:
+    """The nearest distribution with integer weights."""
+    weights = {token: round(prob * WEIGHT_SUM) for token, prob in sorted(zip(tokens, probs, strict=True))}
+    return {token: weight for token, weight in weights.items() if weight}
+
+
+def draw_token(distribution: DraftDistribution, key: int) -> int:
+    """The token that 64 random bits select, each with a probability proportional to its weight."""
+    remaining = key * sum(distribution.values()) >> 64
+    for token, weight in distribution.items():
+        remaining -= weight
+        if remaining < 0:
+            return token
+    raise ValueError("the distribution has no weight")

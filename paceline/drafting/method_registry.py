@@ -3,7 +3,7 @@
 A method's module defines
 
     build(inputs) -> Speculator               required
-    target_layers(inputs) -> Sequence[int]    its `hidden_state_layers`, without building it; a head's default is the
+    target_layers(inputs) -> Sequence[int]    its layers of hidden states, without building it; a head's default is the
                                               target's final state, the default of others is none
     matches(checkpoint) -> bool               whether a checkpoint without a method is for this one
     complete(config, checkpoint) -> config    `DraftMethod.completed`: sets keys that the user leaves out
@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.config import METHODS, MODEL_METHODS, POOL, EngineConfig, SpeculativeConfig
-from paceline.drafting.speculator import Speculator
+from paceline.drafting.speculator import DraftingLimits, Speculator
 from paceline.model_names import resolve_model
 
 if TYPE_CHECKING:  # links import `paceline.drafting` where torch is not loaded
@@ -57,6 +57,10 @@ class MethodInputs:
         from paceline.model.checkpoint import Checkpoint
 
         return Checkpoint(self.target.folder if self.config.model is None else resolve_model(self.config.model))
+
+    @property
+    def limits(self) -> DraftingLimits:
+        return DraftingLimits.of(self.config)
 
     @property
     def model(self) -> str:
@@ -100,7 +104,7 @@ def build_speculator(
         from paceline.grammar.grammar_state import GrammarCompiler
 
         tokenizer = inputs.model if METHODS[method].kind == "model" else str(inputs.target.folder)
-        speculator.grammars = GrammarCompiler.of(tokenizer, speculator.vocabulary_size)
+        speculator.grammars = GrammarCompiler.of(tokenizer, speculator.description.vocabulary_size)
     return speculator
 
 
@@ -122,7 +126,7 @@ def hidden_state_layers(
 ) -> Sequence[int]:
     """The target layers whose states the speculator of this configuration needs. Raises as `build_speculator` does."""
     if config.method == "custom_class":  # only the speculator knows
-        return build_speculator(config, engine, target_weights).hidden_state_layers
+        return build_speculator(config, engine, target_weights).description.hidden_state_layers
     if config.method not in METHODS:
         return ()
     inputs = MethodInputs(config, engine, target_weights)

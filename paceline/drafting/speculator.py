@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.config import SamplingParams
+from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.messages import reduce_slots
 
@@ -81,19 +81,44 @@ class Limit:
     least_path_probability: float = 0.0
 
 
-class Speculator(ABC):
-    """Grows trees for many requests. Called from one thread."""
+@dataclass(frozen=True, slots=True)
+class DraftingLimits:
+    """What the configuration allows every tree of a speculator. An `Opening` has the request's own limits."""
+
+    tree_width: int = 1
+    """Most children of a node."""
+    least_path_probability: float = 0.0
+    """A network adds only nodes on likelier paths; 0 admits all."""
+    tokens_per_pass: int = 1
+    """Most tokens that one pass of a block predicts."""
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> DraftingLimits:
+        return cls(config.tree_width, config.least_path_probability, config.num_speculative_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDescription:
+    """What links and targets know of a draft; see `DraftServiceDescribeResponse`."""
 
     method: str
     model: str = ""
     vocabulary_fingerprint: str = ""
     """Of the target's tokenizer; empty: the speculator serves every vocabulary."""
     vocabulary_size: int = 0
-    """The token ids that it accepts are below this; 0: any."""
+    """The token ids that it accepts are below this; 0: any. Not sent."""
     hidden_state_layers: Sequence[int] = ()
     """The target layers whose output it needs: 0 is the embedding, n the output of layer n."""
     position_limit: int = 0
     """It drafts no position at or beyond this one; 0: no limit."""
+    worker_id: str = ""
+    """Of a draft worker."""
+
+
+class Speculator(ABC):
+    """Grows trees for many requests. Called from one thread."""
+
+    description: DraftDescription
     grammars: GrammarCompiler | None = None
     """Of the target's vocabulary, to predict draws under a grammar. None: grammars are ignored."""
 
@@ -107,7 +132,7 @@ class Speculator(ABC):
         """Start drafting for a request; if it is open, start again. Raises `DraftError` if that is impossible."""
 
     def context(self, context: Context) -> None:
-        """Add hidden states. Called only if `hidden_state_layers` is not empty.
+        """Add hidden states. Called only if the description has `hidden_state_layers`.
 
         Positions may come twice, when the target computes them again. May raise `DraftError`.
         """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
-from paceline.drafting.speculator import Commit, DraftError, Limit, Opening, Speculator
+from paceline.drafting.speculator import Commit, DraftDescription, DraftError, Limit, Opening, Speculator
 
 
 @dataclass(slots=True, eq=False)
@@ -26,27 +26,28 @@ class TreeRequest:
         return max(0, self.opening.max_nodes - self.tree.size)
 
 
-D = TypeVar("D", bound=TreeRequest)
+R = TypeVar("R", bound=TreeRequest)
 
 
-class TreeSpeculator(Speculator, Generic[D]):
+class TreeSpeculator(Speculator, Generic[R]):
     """Opens, moves, limits and closes requests; a subclass adds nodes to their trees."""
 
-    def __init__(self) -> None:
-        self._requests: dict[int, D] = {}
+    def __init__(self, description: DraftDescription) -> None:
+        self.description = description
+        self._requests: dict[int, R] = {}
 
     @abstractmethod
-    def new_request(self, opening: Opening, tree: TokenTree) -> D:
+    def new_request(self, opening: Opening, tree: TokenTree) -> R:
         """The state of a new request. `tree` has only the root. Raises `DraftError`."""
 
     @abstractmethod
-    def advance(self, request: D, commit: Commit) -> None:
+    def advance(self, request: R, commit: Commit) -> None:
         """Move the tree's root along the tokens of `commit`, which begins at the root. Raises `DraftError`."""
 
-    def limits_changed(self, request: D) -> None:
+    def limits_changed(self, request: R) -> None:
         """The limits in `request.opening` are new."""
 
-    def release(self, request: D) -> None:
+    def release(self, request: R) -> None:
         """Free what a request holds. It is no longer open."""
 
     def open(self, opening: Opening) -> None:
@@ -89,42 +90,62 @@ class TreeSpeculator(Speculator, Generic[D]):
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         """Raises `DraftError` if a token id is outside the vocabulary."""
-        if self.vocabulary_size and tokens and (min(tokens) < 0 or max(tokens) >= self.vocabulary_size):
-            raise DraftError(f"a token id is outside the vocabulary of {self.vocabulary_size} tokens")
+        size = self.description.vocabulary_size
+        if size and tokens and (min(tokens) < 0 or max(tokens) >= size):
+            raise DraftError(f"a token id is outside the vocabulary of {size} tokens")
+
+
+class Lookup(Protocol):
+    """The tokens of one request, and the text in which its last tokens are looked up."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the request, and make them available for look-ups."""
+
+    def add_nodes(self, request: TreeRequest) -> list[int]:
+        """Add what followed the last tokens to the tree, within the request's limits; return the new nodes."""
+
+    def finish(self) -> None:
+        """The request is closed."""
 
 
 @dataclass(slots=True, eq=False)
 class LookupRequest(TreeRequest):
     """A request of a method that looks up its last tokens."""
 
-    tokens: list[int]
-    """Prompt and output."""
+    lookup: Lookup
     fresh: bool = True
     """Whether tokens were committed since the tree grew."""
 
 
-L = TypeVar("L", bound=LookupRequest)
+class LookupSpeculator(TreeSpeculator[LookupRequest]):
+    """Methods `ngram` and `suffix`, by their lookups: grows each tree once after every commit.
 
+    It serves every vocabulary while all its tokens come from the requests; one that also reads tokens elsewhere
+    describes itself with a `vocabulary_fingerprint`.
+    """
 
-class LookupSpeculator(TreeSpeculator[L]):
-    """Grows each tree once after every commit. It serves every vocabulary while all its tokens come from the requests;
-    one that also reads tokens elsewhere sets `vocabulary_fingerprint`."""
+    def __init__(self, description: DraftDescription, new_lookup: Callable[[Opening], Lookup]) -> None:
+        """`new_lookup`: for a request, without tokens."""
+        super().__init__(description)
+        self._new_lookup = new_lookup
 
-    @abstractmethod
-    def index(self, request: L, tokens: Sequence[int]) -> None:
-        """Make `tokens`, which are appended to the request, available for look-ups."""
+    def new_request(self, opening: Opening, tree: TokenTree) -> LookupRequest:
+        lookup = self._new_lookup(opening)
+        lookup.extend(opening.tokens)
+        return LookupRequest(opening, tree, lookup)
 
-    @abstractmethod
-    def add_nodes(self, request: L) -> list[int]:
-        """Add what followed the last tokens to the tree, within the request's limits; return the new nodes."""
-
-    def advance(self, request: L, commit: Commit) -> None:
+    def advance(self, request: LookupRequest, commit: Commit) -> None:
         request.tree.commit(commit.tokens)
-        self.index(request, commit.tokens)
+        request.lookup.extend(commit.tokens)
         request.fresh = True
+
+    def close(self, request_id: int) -> None:
+        if request := self._requests.get(request_id):
+            request.lookup.finish()
+        super().close(request_id)
 
     def grow(self) -> dict[int, Growth]:
         fresh = {key: request for key, request in self._requests.items() if request.fresh}
         for request in fresh.values():
             request.fresh = False
-        return self._growths({key: self.add_nodes(request) for key, request in fresh.items()})
+        return self._growths({key: request.lookup.add_nodes(request) for key, request in fresh.items()})

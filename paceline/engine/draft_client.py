@@ -71,7 +71,7 @@ class LocalDraftClient(DraftClient):
     concurrent = False
 
     def __init__(self, speculator: Speculator) -> None:
-        self.hidden_state_layers = speculator.hidden_state_layers
+        self.hidden_state_layers = speculator.description.hidden_state_layers
         self._speculator = speculator
         self._lost: list[int] = []
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.config import SpeculativeConfig
 from paceline.core.growth import Growth
-from paceline.drafting.sampled_drafts import SAMPLED_DRAFT_SCORE
+from paceline.drafting.draw_prediction import SAMPLED_DRAFT_SCORE
 from paceline.drafting.speculator import Commit, Context, Opening
 from paceline.engine.draft_client import DraftClient, PollResult
 from paceline.engine.draft_gate import DraftGate

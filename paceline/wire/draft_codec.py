@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.growth import CERTAIN_TOKEN, ROOT_ID, DraftDistribution, Growth, GrowthBatch
-from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, RequestEvent, SpeculatorFacts
-from paceline.drafting.speculator import Commit, Context, Limit, Opening
+from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, RequestEvent
+from paceline.drafting.speculator import Commit, Context, DraftDescription, Limit, Opening
 from paceline.messages import Timings
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
@@ -38,20 +37,8 @@ MAX_POSITION = 2**31
 MAX_MICROSECONDS = 2**32 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class DraftDescription:
-    """A draft worker as it describes itself; see `DraftServiceDescribeResponse`."""
-
-    worker_id: str
-    method: str
-    model: str
-    vocabulary_fingerprint: str
-    hidden_state_layers: Sequence[int]
-    position_limit: int
-
-
-def encode_draft_description(worker_id: str, facts: SpeculatorFacts) -> pb.DraftServiceDescribeResponse:
-    return encode_fields(pb.DraftServiceDescribeResponse, facts, worker_id=worker_id)
+def encode_draft_description(draft: DraftDescription) -> pb.DraftServiceDescribeResponse:
+    return encode_fields(pb.DraftServiceDescribeResponse, draft)
 
 
 def decode_draft_description(message: pb.DraftServiceDescribeResponse) -> DraftDescription:

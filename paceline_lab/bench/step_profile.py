@@ -158,7 +158,7 @@ class Loopback(MessageDispatcher):
 
     def connect(self, speculator: Speculator) -> None:
         """Announce the draft to the engine."""
-        self.dispatch(StreamUp(LINK, ADDRESS, ADDRESS, tuple(speculator.hidden_state_layers)))
+        self.dispatch(StreamUp(LINK, ADDRESS, ADDRESS, tuple(speculator.description.hidden_state_layers)))
 
     def send(self, message: object) -> None:
         with self._stopwatch.part("pipe"):

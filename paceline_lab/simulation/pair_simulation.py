@@ -16,10 +16,11 @@ from functools import partial
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.core.policy.step_cost import RowCost
+from paceline.drafting.best_first import BestFirst, ModelNetwork
 from paceline.drafting.draft_loop import DraftLoop, DraftRounds, LinkEvents, RequestClosed
 from paceline.drafting.draw_prediction import MAX_ROWS
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
-from paceline.drafting.speculator import Commit, Context, Limit, Opening
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import Commit, Context, DraftingLimits, Limit, Opening
 from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import MAX_HIDDEN_STATES_SENT
 from paceline.engine.engine import Engine
@@ -184,10 +185,8 @@ class _Run:
         pipe = _Pipe(self.time, partial(self._receive_from_draft, number))
         self.draft_pipes.append(pipe)
         model, cost = self.model(spec, MAX_ROWS)
-        speculation = self.pair.speculation
-        draft = DraftModelSpeculator(
-            model, speculation.tree_width, cost, speculation.least_path_probability, self.time.now
-        )
+        limits = DraftingLimits.of(self.pair.speculation)
+        draft = NetworkSpeculator(BestFirst(ModelNetwork(model), limits, cost, self.time.now))
         self.time.start(DraftLoop(draft, pipe, self.time.now).run)  # type: ignore[arg-type]
 
     def result(self) -> SimulationResult:

@@ -9,15 +9,8 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from paceline.drafting.draft_loop import (
-    LinkClosed,
-    LinkEvents,
-    LinkUpdate,
-    RequestClosed,
-    RequestEvent,
-    SpeculatorFacts,
-)
-from paceline.drafting.speculator import Commit, Context, Opening
+from paceline.drafting.draft_loop import LinkClosed, LinkEvents, LinkUpdate, RequestClosed, RequestEvent
+from paceline.drafting.speculator import Commit, Context, DraftDescription, Opening
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
@@ -32,10 +25,9 @@ SendToLoop: TypeAlias = Callable[[LinkEvents | LinkClosed], None]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    def __init__(self, worker_id: str, facts: SpeculatorFacts, send: SendToLoop, tracing: Tracing = NO_TRACING) -> None:
+    def __init__(self, draft: DraftDescription, send: SendToLoop, tracing: Tracing = NO_TRACING) -> None:
         """`send` passes a message to the draft loop."""
-        self._worker_id = worker_id
-        self._facts = facts
+        self._draft = draft
         self._send = send
         self._tracing = tracing
         self._numbers = itertools.count(1)
@@ -55,7 +47,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Describe(
         self, request: pb.DraftServiceDescribeRequest, context: ServicerContext
     ) -> pb.DraftServiceDescribeResponse:
-        return encode_draft_description(self._worker_id, self._facts)
+        return encode_draft_description(self._draft)
 
     async def Grow(
         self, incoming: AsyncIterator[pb.DraftFrame], context: ServicerContext
@@ -63,8 +55,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if self._draining:
             raise Draining("this draft worker drains")
         number = next(self._numbers)
-        spans = DraftSpans(self._tracing, self._worker_id, self._facts) if self._tracing else None
-        link = _TargetLink(number, self._facts, self._send, spans)
+        spans = DraftSpans(self._tracing, self._draft) if self._tracing else None
+        link = _TargetLink(number, len(self._draft.hidden_state_layers), self._send, spans)
         self._links[number] = link
         try:
             async with aclosing(serve_bidi_stream(incoming, link.receive, link.outbox)) as frames:
@@ -92,11 +84,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class _TargetLink:
     """The stream of one target."""
 
-    def __init__(self, number: int, facts: SpeculatorFacts, send: SendToLoop, spans: DraftSpans | None) -> None:
+    def __init__(self, number: int, layers: int, send: SendToLoop, spans: DraftSpans | None) -> None:
         self.outbox = Outbox(pb.GrowthFrame, GROWTH_FRAME_BYTES)
         self.open_requests: set[int] = set()
         self._number = number
-        self._layers = len(facts.hidden_state_layers)
+        self._layers = layers
         self._send = send
         self._spans = spans
         self._last_request_id = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, RequestEvent, SpeculatorFacts
-from paceline.drafting.speculator import Commit, Opening
+from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, RequestEvent
+from paceline.drafting.speculator import Commit, DraftDescription, Opening
 from paceline.telemetry.tracing import Attributes, TraceSpan, Tracing
 
 
@@ -40,12 +40,12 @@ class _OpenSpan:
 class DraftSpans:
     """The open spans of one link, by the link's request ids."""
 
-    def __init__(self, tracing: Tracing, worker_id: str, facts: SpeculatorFacts) -> None:
+    def __init__(self, tracing: Tracing, draft: DraftDescription) -> None:
         self._tracing = tracing
         self._worker: Attributes = {
-            "paceline.worker.id": worker_id,
-            "paceline.draft.method": facts.method,
-            "paceline.draft.model": facts.model,
+            "paceline.worker.id": draft.worker_id,
+            "paceline.draft.method": draft.method,
+            "paceline.draft.model": draft.model,
         }
         self._open: dict[int, _OpenSpan] = {}
 

@@ -6,10 +6,12 @@ import argparse
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from paceline.drafting.draft_loop import DraftRounds, SpeculatorFacts
+from paceline.drafting.draft_loop import DraftRounds
+from paceline.drafting.speculator import DraftDescription
 from paceline.ipc.model_process import ModelProcess
 from paceline.state import StateStore, WorkerRecord, WorkerRegistration
 from paceline.telemetry.draft_metrics import DraftMetrics
@@ -30,11 +32,12 @@ async def draft_worker(
     options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None, tracing: Tracing
 ) -> AsyncIterator[Worker]:
     """Connect servicer and metrics to the speculator."""
-    facts = process.ready.result()
-    assert isinstance(facts, SpeculatorFacts)
+    speculator = process.ready.result()
+    assert isinstance(speculator, DraftDescription)
+    draft = replace(speculator, worker_id=options.worker_id)
     registry = CollectorRegistry()
-    metrics = DraftMetrics(registry, facts.method)
-    servicer = DraftServicer(options.worker_id, facts, process.connection.send, tracing)
+    metrics = DraftMetrics(registry, draft.method)
+    servicer = DraftServicer(draft, process.connection.send, tracing)
     metrics.set_gauge_sources(lambda: servicer.open_requests, lambda: servicer.target_links)
 
     def on_rounds(rounds: DraftRounds) -> None:
@@ -50,11 +53,11 @@ async def draft_worker(
     def record(address: str) -> WorkerRecord:
         return WorkerRecord(
             kind="draft",
-            worker_id=options.worker_id,
+            worker_id=draft.worker_id,
             address=address,
-            model=facts.model,
-            method=facts.method,
-            fingerprint=facts.vocabulary_fingerprint,
+            model=draft.model,
+            method=draft.method,
+            fingerprint=draft.vocabulary_fingerprint,
             started_at=time.time(),
         )
 
@@ -63,7 +66,7 @@ async def draft_worker(
         register=add_DraftServiceServicer_to_server,
         service=DRAFT_SERVICE,
         peer=TARGET,
-        receive_bytes=draft_frame_bytes(hidden_states=bool(facts.hidden_state_layers)),
+        receive_bytes=draft_frame_bytes(hidden_states=bool(draft.hidden_state_layers)),
         metrics=registry,
         record=record,
         load=lambda: {"requests": float(servicer.open_requests)},

@@ -7,7 +7,7 @@ import sys
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import Speculator, complete_config
-from paceline.drafting.draft_loop import DraftLoop, SpeculatorFacts
+from paceline.drafting.draft_loop import DraftLoop
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
@@ -24,7 +24,7 @@ def serve_speculator(pipe: Pipe, options: argparse.Namespace) -> None:
     if speculator.grammars is not None:
         speculator.grammars.prepare()
     freeze_gc_heap()
-    pipe.send(Ready(SpeculatorFacts.of(speculator)))
+    pipe.send(Ready(speculator.description))
     DraftLoop(speculator, pipe).run()
 
 

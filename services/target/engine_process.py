@@ -100,13 +100,13 @@ def build_drafting(
             raise
         log.error("%s: the target serves without it", error)
         return NoDraftClient()
-    if local.vocabulary_fingerprint not in ("", model.fingerprint):
+    if local.description.vocabulary_fingerprint not in ("", model.fingerprint):
         raise StartError(
-            f"{local.model} and {model.name} have different vocabularies: "
+            f"{local.description.model} and {model.name} have different vocabularies: "
             f"choose a draft model that shares the target's tokenizer, {MAPPING_HINT}"
         )
     if local.grammars is not None:
-        local.grammars = GrammarCompiler(vocabulary, local.vocabulary_size)
+        local.grammars = GrammarCompiler(vocabulary, local.description.vocabulary_size)
     return LocalDraftClient(local)
 
 

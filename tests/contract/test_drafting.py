@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,24 +144,18 @@ async def test_a_drop_of_a_closed_request_is_ignored(caplog: pytest.LogCaptureFi
         assert await here.drafted(1) == [2, 3, 4]
 
 
-class Foreign(Counting):
-    vocabulary_fingerprint = "v2"
-
-
-class Layers(RecordingSpeculator):
-    """Asks for the hidden states of these layers."""
-
-    def __init__(self, *layers: int) -> None:
-        super().__init__()
-        self.hidden_state_layers = layers
+def foreign() -> Counting:
+    speculator = Counting()
+    speculator.description = replace(speculator.description, vocabulary_fingerprint="v2")
+    return speculator
 
 
 @pytest.mark.parametrize(
     ("speculator", "reason"),
     [
-        (Foreign(), "its vocabulary v2 is not the target's v1"),
-        (Layers(0, 4), "asks for hidden states of layers (0, 4), this target has 0 to 3"),
-        (Layers(1, 1), "asks for hidden states of layers (1, 1), this target has 0 to 3"),
+        (foreign(), "its vocabulary v2 is not the target's v1"),
+        (RecordingSpeculator(layers=(0, 4)), "asks for hidden states of layers (0, 4), this target has 0 to 3"),
+        (RecordingSpeculator(layers=(1, 1)), "asks for hidden states of layers (1, 1), this target has 0 to 3"),
     ],
     ids=["another vocabulary", "no such layer", "a layer twice"],
 )
@@ -176,7 +171,7 @@ async def test_an_incompatible_worker_is_refused(
 
 async def test_all_workers_of_a_target_must_ask_for_the_same_layers(caplog: pytest.LogCaptureFixture) -> None:
     """A worker that asks for others can be used once none of the first kind is left."""
-    async with draft_worker() as ids_only, draft_worker(Layers(1, 2)) as late, target() as here:
+    async with draft_worker() as ids_only, draft_worker(RecordingSpeculator(layers=(1, 2))) as late, target() as here:
         await here.reach(ids_only.address)
         assert here.drafting.hidden_state_layers == ()
         async with draft_worker(RecordingSpeculator()) as first:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.growth import ROOT_ID, Growth, GrowthBatch
-from paceline.drafting.draft_loop import LinkUpdate, RequestClosed, SpeculatorFacts
-from paceline.drafting.speculator import Commit, Context, Limit, Opening
+from paceline.drafting.draft_loop import LinkUpdate, RequestClosed
+from paceline.drafting.speculator import Commit, Context, DraftDescription, Limit, Opening
 from paceline.messages import (
     Delta,
     EngineLoad,
@@ -254,9 +254,8 @@ def test_descriptions() -> None:
     target = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram", "native avx2; float32")
     target = replace(target, labels=["pool=long"], features=["prompt_logprobs"], beside=["ngram"])
     assert target_codec.decode_target_description(target_codec.encode_target_description(target)) == target
-    facts = SpeculatorFacts("custom", "m", "f", (0, 3, 7), 2048)
-    draft = draft_codec.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)
-    assert draft_codec.decode_draft_description(draft_codec.encode_draft_description("w", facts)) == draft
+    draft = DraftDescription("custom", "m", "f", 0, (0, 3, 7), 2048, "w")
+    assert draft_codec.decode_draft_description(draft_codec.encode_draft_description(draft)) == draft
 
 
 def test_every_sampling_parameter_has_a_field() -> None:

@@ -25,7 +25,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from paceline.config import SpeculativeConfig
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.launcher import StartError
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
@@ -38,6 +37,7 @@ from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services import service_entrypoint
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from tests.helpers.drafts import model_draft
 from tests.helpers.memory_state import open_state
 from tests.helpers.openai_stack import counts, open_stack, refusal
 from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, generation_request, target_worker
@@ -117,7 +117,7 @@ async def traced_stack(targets: int = 1) -> AsyncIterator[TracedStack]:
     recorder, released = Recorder(), threading.Event()
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        speculator = DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS, disagreement=0.2), 2)
+        speculator = model_draft(TableModel(VOCABULARY, SLOTS, SLOTS, disagreement=0.2), 2)
         draft = await enter(draft_worker(speculator, tracing=recorder.tracing("draft")))
         store = await enter(open_state(ttl_s=3600.0))
         await store.registry.register(WorkerRecord("draft", "one", draft.address, "", "custom", "", time.time()))

@@ -30,7 +30,7 @@ from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import scores
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.speculator import Commit, Opening, Speculator
+from paceline.drafting.speculator import Commit, DraftDescription, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.messages import GenerationRequest
@@ -97,7 +97,7 @@ class Verdict:
 class Oracle(Speculator):
     """Guesses an earlier output and a wrong sibling of each token; every third step the wrong one alone."""
 
-    method = "custom"
+    description = DraftDescription("custom")
 
     def __init__(self, outputs: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         """`outputs`: by prompt."""

@@ -18,7 +18,7 @@ import pytest
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.speculator import Commit, Opening, Speculator
+from paceline.drafting.speculator import Commit, DraftDescription, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.grammar import grammar_from_regex
@@ -45,7 +45,7 @@ SAMPLING = SamplingParams(temperature=1.0, max_tokens=LONGEST, logprobs=2, stop_
 class Knowing(Speculator):
     """Guesses the next tokens of a known output."""
 
-    method = "custom"
+    description = DraftDescription("custom")
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         self._text = [*prompt, *output]

@@ -14,10 +14,7 @@ from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, Spe
 from paceline.core.growth import Growth
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.tree import TokenTree
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
-from paceline.drafting.methods.ngram import NGramSpeculator
-from paceline.drafting.methods.suffix import SuffixSpeculator
-from paceline.drafting.speculator import Commit, Opening, Speculator
+from paceline.drafting.speculator import Commit, DraftDescription, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.engine import Engine
@@ -26,6 +23,7 @@ from paceline.model.loading import build
 from paceline.model.model import Model
 from paceline.telemetry.step_stats import StepStats
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.drafts import model_draft, ngram_draft, suffix_draft
 from tests.helpers.engine_runs import run
 from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.helpers.parallel import drafting_for
@@ -41,7 +39,7 @@ def llama(dtype: torch.dtype, noise: float = 0.0, slots: int = 2048) -> Model:
 class Liar(Speculator):
     """Sends random tokens with high probabilities."""
 
-    method = "custom"
+    description = DraftDescription("custom")
 
     def __init__(self) -> None:
         self._trees: dict[int, TokenTree] = {}
@@ -71,10 +69,10 @@ class Liar(Speculator):
 
 def drafting(method: str, dtype: torch.dtype, width: int) -> DraftClient:
     speculators = {
-        "draft_model": lambda: DraftModelSpeculator(llama(dtype, noise=0.02), width),
-        "perfect": lambda: DraftModelSpeculator(llama(dtype), width),
-        "ngram": lambda: NGramSpeculator(1, 4, width),
-        "suffix": lambda: SuffixSpeculator(SpeculativeConfig(method="suffix", tree_width=width)),
+        "draft_model": lambda: model_draft(llama(dtype, noise=0.02), width),
+        "perfect": lambda: model_draft(llama(dtype), width),
+        "ngram": lambda: ngram_draft(1, 4, width),
+        "suffix": lambda: suffix_draft(SpeculativeConfig(method="suffix", tree_width=width)),
         "liar": Liar,
     }
     return LocalDraftClient(speculators[method]())
@@ -255,7 +253,7 @@ def test_usage_and_reason_agree_with_the_tokens(plain: dict[str, Delta]) -> None
 
 def test_cancelling_frees_everything() -> None:
     model = TableModel(VOCABULARY, 512, 512)
-    target = engine(model, LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, 512, 512), 2)))
+    target = engine(model, LocalDraftClient(model_draft(TableModel(VOCABULARY, 512, 512), 2)))
     for request in generation_requests():
         target.submit(request)
     for victim in generation_requests():

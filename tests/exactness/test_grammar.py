@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions, StrategyName
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
-from paceline.drafting.methods.ngram import NGramSpeculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
 from paceline.messages import Delta, FinishReason, GenerationRequest
 from tests.exactness.test_engine import FREE, Liar, llama
+from tests.helpers.drafts import model_draft, ngram_draft
 from tests.helpers.engine_runs import run
 from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, grammars, text_of, tight
 
@@ -50,14 +49,14 @@ FEW = ("schema", "choice")
 
 
 def draft_model(width: int, *, knows: bool, noise: float = 0.02) -> DraftClient:
-    speculator = DraftModelSpeculator(llama(torch.float32, noise), width)
+    speculator = model_draft(llama(torch.float32, noise), width)
     speculator.grammars = grammars() if knows else None
     return LocalDraftClient(speculator)
 
 
 def drafting(drafter: str, width: int) -> DraftClient:
     if drafter in ("ngram", "liar"):
-        return LocalDraftClient(NGramSpeculator(1, 3, width) if drafter == "ngram" else Liar())
+        return LocalDraftClient(ngram_draft(1, 3, width) if drafter == "ngram" else Liar())
     return draft_model(width, knows=drafter != "does not know", noise=0.0 if drafter == "perfect" else 0.02)
 
 
@@ -261,7 +260,7 @@ def test_a_limit_depends_on_the_request_and_its_tokens_alone(name: str) -> None:
             alone |= run(engine(NoDraftClient()), [request])
         assert {output.finish_reason for output in alone.values()} == reasons
         assert all("too many" in a.error.lower() for a in alone.values() if a.finish_reason is FinishReason.ERROR)
-        for drafting in (lambda: LocalDraftClient(NGramSpeculator(1, 3, 2)), lambda: draft_model(2, knows=True)):
+        for drafting in (lambda: LocalDraftClient(ngram_draft(1, 3, 2)), lambda: draft_model(2, knows=True)):
             replays = 0
             assert ends(run(engine(drafting()), requests)) == ends(alone)
             assert replays > 0

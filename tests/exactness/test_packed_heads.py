@@ -72,7 +72,7 @@ def logits(network: HeadNetwork, at_once: int) -> Tensor:
     """Of COUNT rows."""
     random = torch.Generator().manual_seed(9)
     tokens = torch.randint(VOCABULARY, (COUNT,), generator=random).tolist()
-    states = torch.randn(COUNT, len(network.hidden_state_layers), HIDDEN, generator=random)
+    states = torch.randn(COUNT, len(network.description.hidden_state_layers), HIDDEN, generator=random)
     features, table = network.encode(states), SlotTable(range(1, COUNT + 1))
     parts = []
     for start in range(0, COUNT, at_once):

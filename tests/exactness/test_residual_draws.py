@@ -18,7 +18,7 @@ from paceline.core.strategies.block_verification import accept_block
 from paceline.core.strategies.residual import AcceptanceRule, Residual, accept_each, residual_weights
 from paceline.core.strategies.verifier import VerificationInput
 from paceline.core.tree import TokenTree
-from paceline.drafting.sampled_drafts import (
+from paceline.drafting.draw_prediction import (
     WEIGHT_SUM,
     SampledToken,
     draw_token,
@@ -281,7 +281,7 @@ def colder_guess(distribution: dict[int, int], key: int) -> int:
     return draw_token({token: weight * weight for token, weight in distribution.items()}, key)
 
 
-STRATEGY, DRAFTS = "paceline.core.strategies.residual", "paceline.drafting.sampled_drafts"
+STRATEGY, DRAFTS = "paceline.core.strategies.residual", "paceline.drafting.draw_prediction"
 MUTANTS: dict[str, dict[str, object]] = {
     "recovered tokens from the target": {f"{STRATEGY}.residual_weights": lambda target, weights, taken: target},
     "noise without purposes": {f"{STRATEGY}.noise_key": shared_noise, f"{DRAFTS}.noise_key": shared_noise},

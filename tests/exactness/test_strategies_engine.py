@@ -15,8 +15,9 @@ import torch
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth, GrowthBatch
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
-from paceline.drafting.methods.ngram import NGramSpeculator
+from paceline.drafting.best_first import BestFirst, BestFirstRequest, ModelNetwork
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import DraftingLimits
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, GenerationRequest
@@ -26,6 +27,7 @@ from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_draw_distribution import SIGNIFICANCE, chi_square_tail
 from tests.exactness.test_engine import FREE, Liar, llama
 from tests.exactness.test_sampling import reference_distribution
+from tests.helpers.drafts import model_draft, ngram_draft
 from tests.helpers.engine_runs import run
 
 SIZE = 16
@@ -51,8 +53,11 @@ PROMPT = [1, 2, 3, *favourites([1, 2, 3], 4), 1, 2, 3]
 """Its end occurs earlier, followed by the target's most probable tokens: n-grams find a match."""
 
 
-def draft_model(disagreement: float = 0.5, kind: type[DraftModelSpeculator] = DraftModelSpeculator) -> DraftClient:
-    return LocalDraftClient(kind(TableModel(SIZE, 1024, 1024, disagreement), 1))
+def draft_model(
+    disagreement: float = 0.5, kind: type[NetworkSpeculator[BestFirstRequest]] = NetworkSpeculator
+) -> DraftClient:
+    network = ModelNetwork(TableModel(SIZE, 1024, 1024, disagreement))
+    return LocalDraftClient(kind(BestFirst(network, DraftingLimits())))
 
 
 def engine(drafting: DraftClient, lookups: Sequence[DraftClient] = (), model: Model = TABLE, **keys: object) -> Engine:
@@ -108,7 +113,7 @@ QUICK = (("draft_model", "one by one", {}), ("both", "as a block", FILTERED))
     ],
 )
 def test_residual_has_the_targets_distribution(method: str, rule: str, settings: dict[str, object]) -> None:
-    ngram = LocalDraftClient(NGramSpeculator(1, 3, 1))
+    ngram = LocalDraftClient(ngram_draft(1, 3, 1))
     drafting, lookups = ngram if method == "ngram" else draft_model(), [ngram] if method == "both" else []
     results = run(engine(drafting, lookups, **RULES[rule]), generation_requests(800, **settings), together=40)
     distribution = distribution_after(TABLE, SamplingParams(**settings), LENGTH)
@@ -118,13 +123,13 @@ def test_residual_has_the_targets_distribution(method: str, rule: str, settings:
 
 @pytest.mark.slow
 def test_residual_has_a_transformers_distribution() -> None:
-    draft = LocalDraftClient(DraftModelSpeculator(llama(torch.float32, noise=0.02), 1))
+    draft = LocalDraftClient(model_draft(llama(torch.float32, noise=0.02), 1))
     results = run(engine(draft, model=llama(torch.float32), **RESIDUAL), generation_requests(400, 2), together=50)
     distribution = distribution_after(llama(torch.float32), SamplingParams(), 2)
     assert tail(tokens_of(results), distribution) > SIGNIFICANCE
 
 
-class FalseDistributions(DraftModelSpeculator):
+class FalseDistributions(NetworkSpeculator[BestFirstRequest]):
     """Sends other distributions than those that it samples from."""
 
     def grow(self) -> dict[int, Growth]:
@@ -230,7 +235,7 @@ def test_residual_at_temperature_0_is_greedy_decoding(rule: str) -> None:
 def test_synthetic_acceptance_rate() -> None:
     """The mean of the joint rates over depths is the one that was asked for."""
     steady = {"num_speculative_tokens": 3, "row_budget": False, "draft_schedule": "lockstep"}
-    draft = DraftModelSpeculator(TableModel(SIZE, 1024, 1024, 0.9), 3, least_path_probability=0.0)
+    draft = model_draft(TableModel(SIZE, 1024, 1024, 0.9), 3, least_path_probability=0.0)
     target = engine(LocalDraftClient(draft), synthetic_acceptance_rate=0.6, **steady)
     ends = [each.speculation for each in run(target, generation_requests(30, 80)).values() if each.speculation]
     drafted, accepted = (

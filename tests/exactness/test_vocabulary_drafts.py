@@ -9,8 +9,9 @@ import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.drafting import Speculator, build_speculator
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
-from paceline.drafting.vocabulary.intersection_speculator import IntersectionSpeculator
+from paceline.drafting.best_first import ModelNetwork
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.vocabulary.intersection_network import IntersectionNetwork
 from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
@@ -20,12 +21,12 @@ from paceline.messages import GenerationRequest
 from paceline.model import load
 from tests.exactness.test_engine import FREE
 from tests.exactness.test_wire import same_tokens, served
+from tests.helpers.drafts import intersection_draft, model_draft
 from tests.helpers.engine_runs import run
 from tests.helpers.llamas import VOCABULARY, peaked_llama
 from tests.helpers.vocabularies import TALE, Reciter, byte_level, metaspace, numbered, permuted_llama, save, vocabulary
 
 NUMBERS = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
-KINDS = {"none": DraftModelSpeculator, "intersection": IntersectionSpeculator, "strings": RetokenizingSpeculator}
 ENGINE = EngineConfig(slots=2048)
 MAPPINGS = pytest.mark.parametrize("mapping", ["intersection", "strings"])
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -82,17 +83,19 @@ async def test_over_the_wire_too(target: str, draft: str, mapping: str, temperat
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
-@pytest.mark.parametrize("mapping", KINDS)
+@pytest.mark.parametrize("mapping", ["none", "intersection", "strings"])
 def test_the_configuration_names_the_way_which_the_targets_own_vocabulary_does_not_need(
     target: str, draft: str, mapping: str
 ) -> None:
     model = load(target, ENGINE)
     built = build_speculator(speculation(draft, mapping), ENGINE, model.target_weights, target)
-    assert type(built) is KINDS[mapping]
-    assert (built.vocabulary_fingerprint == model.fingerprint) is (mapping != "none")
-    assert built.vocabulary_size == model.vocabulary_size
+    assert isinstance(built, RetokenizingSpeculator) is (mapping == "strings")
+    assert (built.description.vocabulary_fingerprint == model.fingerprint) is (mapping != "none")
+    assert built.description.vocabulary_size == model.vocabulary_size
     own = build_speculator(speculation(target, mapping), ENGINE, model.target_weights, target)
-    assert type(own) is DraftModelSpeculator
+    assert isinstance(own, NetworkSpeculator)
+    assert isinstance(own._network, ModelNetwork)
+    assert not isinstance(own._network, IntersectionNetwork)
 
 
 def test_a_mapping_and_the_targets_name_are_needed(target: str, draft: str) -> None:
@@ -109,11 +112,11 @@ MAPPING = VocabularyMapping.between(OURS, THEIRS)
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: DraftModelSpeculator(Reciter(OURS), 3),
-        lambda: IntersectionSpeculator(Reciter(THEIRS), MAPPING, 3),
-        lambda: RetokenizingSpeculator(DraftModelSpeculator(Reciter(THEIRS), 3), MAPPING),
+        lambda: model_draft(Reciter(OURS), 3),
+        lambda: intersection_draft(Reciter(THEIRS), MAPPING, 3),
+        lambda: RetokenizingSpeculator(model_draft(Reciter(THEIRS), 3), MAPPING),
     ],
-    ids=KINDS,
+    ids=["none", "intersection", "strings"],
 )
 def test_every_way_fits_the_books_of_a_target_that_speaks_words(build: Callable[[], Speculator]) -> None:
     """A byte-level and a sentencepiece tokenizer in one engine, with few slots and preemption."""

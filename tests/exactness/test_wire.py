@@ -15,12 +15,10 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.drafting import build_speculator
-from paceline.drafting.heads.head_speculator import HeadSpeculator
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.best_first import BestFirst
 from paceline.drafting.methods.eagle import EagleNetwork
-from paceline.drafting.methods.ngram import NGramSpeculator
-from paceline.drafting.methods.suffix import SuffixSpeculator
-from paceline.drafting.speculator import Speculator
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import DraftingLimits, Speculator
 from paceline.messages import GenerationRequest, SpeculationStats
 from paceline.model import Model, load
 from paceline.model.checkpoint import Checkpoint
@@ -31,6 +29,7 @@ from paceline.wire.target_link import TargetLink
 from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_draw_distribution import SIGNIFICANCE
 from tests.exactness.test_strategies_engine import LENGTH, SIZE, distribution_after, generation_requests, tail
+from tests.helpers.drafts import model_draft, ngram_draft, suffix_draft
 from tests.helpers.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head, target_model, target_network
 from tests.helpers.llamas import peaked_llama
 from tests.helpers.markov import save_markov, save_seeing
@@ -108,8 +107,8 @@ WAITING: dict[str, object] = {"draft_schedule": "lockstep", "row_budget": False}
 
 def speculator(method: str, width: int) -> Speculator:
     if method == "draft_model":
-        return DraftModelSpeculator(table(0.3), width)
-    return NGramSpeculator(1, 4, width) if method == "ngram" else SuffixSpeculator(config("suffix", 4, width))
+        return model_draft(table(0.3), width)
+    return ngram_draft(1, 4, width) if method == "ngram" else suffix_draft(config("suffix", 4, width))
 
 
 METHODS = (["draft_model"], ["ngram"], ["suffix"])
@@ -168,7 +167,8 @@ def eagle(folder: Path) -> Drafted:
         tensors[f"layers.0.{name}"].zero_()
     model = target_model(network, slots=SLOTS)
     head = EagleNetwork(Checkpoint(save_head(folder, tensors, llama_config())), model.target_weights(), SLOTS)
-    draft = HeadSpeculator("eagle", head, "", model.vocabulary_size, 3)
+    head.description = replace(head.description, vocabulary_fingerprint="")
+    draft = NetworkSpeculator(BestFirst(head, DraftingLimits(3)))
     return model, config("eagle", 5, 3, **WAITING), draft
 
 
@@ -188,7 +188,7 @@ def transformer(name: str, folder: Path, temperature: float) -> Drafted:
         return from_one_state(name, folder, temperature)
     if name in ("float32", "bfloat16"):
         dtype = getattr(torch, name)
-        return llama(dtype), config("draft_model", 5, 3), DraftModelSpeculator(llama(dtype, noise=0.01), tree_width=3)
+        return llama(dtype), config("draft_model", 5, 3), model_draft(llama(dtype, noise=0.01), tree_width=3)
     draft = drafting_for(llama(torch.float32), name, folder, width=1)
     return llama(torch.float32), config("draft_model", 4, 1, **WAITING), draft
 
@@ -217,7 +217,7 @@ async def test_speculation_changes_nothing_in_a_transformer(name: str, temperatu
 async def test_residual_has_the_distribution_of_the_target_over_the_wire(keys: dict[str, object]) -> None:
     """The statistics are over many requests, of three tokens each."""
     speculation = config("draft_model", 4, 1, rejection_sampling_strategy="residual", **WAITING, **keys)
-    draft = DraftModelSpeculator(TableModel(SIZE, SLOTS, 512, 0.5), 1)
+    draft = model_draft(TableModel(SIZE, SLOTS, 512, 0.5), 1)
     async with served(TableModel(SIZE, SLOTS, 512), speculation, draft) as (link, drafts):
         results, stats = [], []
         for start in range(0, 400, 20):
@@ -232,7 +232,7 @@ async def test_residual_has_the_distribution_of_the_target_over_the_wire(keys: d
 
 async def test_residual_over_the_wire_at_temperature_0_changes_nothing() -> None:
     speculation = config("draft_model", 4, 1, rejection_sampling_strategy="residual")
-    async with served(table(), speculation, DraftModelSpeculator(table(0.3), 1)) as (link, drafts):
+    async with served(table(), speculation, model_draft(table(0.3), 1)) as (link, drafts):
         stats = await same_tokens(link, 0.0, drafts)
         assert sum(each.accepted_tokens for each in stats) > 0
 
@@ -242,7 +242,7 @@ async def test_a_draft_killed_halfway_changes_nothing() -> None:
     speculation = config("draft_model", 5, 3, model=f"table:{TABLE_VOCABULARY}:0.3")
     arguments = ("--worker-id", "killed", "--speculative-config", speculation.model_dump_json())
     with service_process("draft", *arguments) as killed:
-        spare = DraftModelSpeculator(table(0.3), 3)
+        spare = model_draft(table(0.3), 3)
         async with served(table(), config("draft_model", 5, 3), spare, drafts=[killed.address]) as (link, drafts):
             tokens = 300  # so that no request ends before the loss is noticed
             alone, _ = await run(link, requests(0.8, plain=True, tokens=tokens))

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from paceline.config import SpeculativeConfig
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit
 from paceline.messages import Delta, GenerationRequest
 from paceline.model.model import ModelOutput
@@ -24,6 +23,7 @@ from paceline.wire.draft_stream_messages import ConnectDrafts
 from paceline.wire.target_link import TargetLink
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.drafts import model_draft
 from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, generation_request, linked, target_worker
 from tests.helpers.waiting import until
 from tests.helpers.workers import DraftWorker, LinkTraffic, draft_worker, host_and_port, nodes, opening, target
@@ -111,7 +111,7 @@ async def scene(
         here = await stack.enter_async_context(target_worker(DRAFTED, model, hang_s=hang_s))
         drafts = []
         for name, slots in enumerate(draft_slots, 1):
-            speculator = DraftModelSpeculator(TableModel(VOCABULARY, slots, SLOTS, disagreement=0.2), 3)
+            speculator = model_draft(TableModel(VOCABULARY, slots, SLOTS, disagreement=0.2), 3)
             drafts.append(await stack.enter_async_context(draft_worker(speculator, str(name))))
         network = [
             stack.enter_context(ImpairmentProxy(host_and_port(draft.address), impairment))

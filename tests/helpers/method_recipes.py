@@ -10,8 +10,8 @@ from typing import Any
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import Speculator
-from paceline.drafting.methods.ngram import NGramSpeculator
 from tests.helpers.checkpoints import save_checkpoint, save_tokenizer
+from tests.helpers.drafts import ngram_draft
 from tests.helpers.head_methods import HEAD_METHODS, save_method
 from tests.helpers.llamas import VOCABULARY
 from tests.helpers.mtp_checkpoints import layer_tensors
@@ -28,7 +28,7 @@ class Recipe:
 
 
 def custom_speculator(config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
-    return NGramSpeculator(1, 3, 2)
+    return ngram_draft(1, 3, 2)
 
 
 def _draft_model(folder: Path) -> Recipe:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.drafting.methods.dflash import DFlashNetwork, DFlashSpeculator
+from paceline.drafting.best_first import ModelNetwork
+from paceline.drafting.block import BlockRequest, Blocks, MaskTokens
+from paceline.drafting.methods.dflash import DFlashNetwork
 from paceline.drafting.methods.eagle3 import Eagle3Network
-from paceline.drafting.methods.pard import PardSpeculator
-from paceline.drafting.methods.peagle import PEagleSpeculator
-from paceline.drafting.speculator import Speculator
+from paceline.drafting.methods.peagle import mask_tokens
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import DraftingLimits, Speculator
 from paceline.model import Model
 from paceline.model.checkpoint import Checkpoint
 from tests.helpers.head_checkpoints import HEADS, HIDDEN, INNER, KV_HEADS, layer, random, reduced, save_head
@@ -102,17 +104,16 @@ def save(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor])
 
 def drafting_for(target: Model, method: str, folder: Path, ahead: int = 4, width: int = 3) -> Speculator:
     """A draft of this method. The model of `pard` is the target, so its first guess is right."""
+    limits, weights = DraftingLimits(width), target.target_weights
     if method == "pard":
-        return PardSpeculator(target, MASK, ahead, width, 0.0)
+        return pard_draft(target, ahead, width)
     if method == "dflash":
-        network = DFlashNetwork(save(folder, DFLASH, dflash_tensors()), target.target_weights(), target.slots)
-        return DFlashSpeculator(network, target.target_weights(), width, 0.0)
+        blocks = DFlashNetwork(save(folder, DFLASH, dflash_tensors()), weights(), target.slots)
+        return NetworkSpeculator(Blocks(blocks, limits))
     checkpoint = save(folder, PEAGLE, peagle_tensors())
-    return PEagleSpeculator(
-        Eagle3Network(checkpoint, target.target_weights(), target.slots),
-        checkpoint,
-        target.target_weights(),
-        ahead,
-        width,
-        0.0,
-    )
+    network = Eagle3Network(checkpoint, weights(), target.slots, method="peagle")
+    return NetworkSpeculator(Blocks(mask_tokens(network, checkpoint, weights(), ahead), limits))
+
+
+def pard_draft(model: Model, ahead: int, width: int) -> NetworkSpeculator[BlockRequest]:
+    return NetworkSpeculator(Blocks(MaskTokens(ModelNetwork(model, "pard"), MASK, ahead), DraftingLimits(width)))

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
-from paceline.drafting.draft_loop import DraftLoop, DraftRounds, SpeculatorFacts
-from paceline.drafting.speculator import Commit, Context, DraftError, Opening, Speculator
+from paceline.drafting.draft_loop import DraftLoop, DraftRounds
+from paceline.drafting.speculator import Commit, Context, DraftDescription, DraftError, Opening, Speculator
 from paceline.engine.draft_client import PollResult
 from paceline.ipc.model_process import PipeConnection
 from paceline.telemetry.target_metrics import TargetMetrics
@@ -44,12 +44,9 @@ DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 class Counting(Speculator):
     """Predicts that each token is followed by its successor. Adds one node per request and round."""
 
-    method = "custom"
-    vocabulary_fingerprint = FINGERPRINT
-
     def __init__(self, longest: int = 0, vocabulary_size: int = VOCABULARY) -> None:
         """`longest`: it cannot draft for longer prompts; 0: no limit."""
-        self.vocabulary_size = vocabulary_size
+        self.description = DraftDescription("custom", "", FINGERPRINT, vocabulary_size)
         self._longest = longest
         self._openings: dict[int, Opening] = {}
         self._trees: dict[int, TokenTree] = {}
@@ -75,7 +72,7 @@ class Counting(Speculator):
         for request_id, tree in self._trees.items():
             leaf = tree.size  # it is a chain
             if leaf < self._openings[request_id].max_depth:
-                node = tree.add(leaf, (tree.tokens[leaf] + 1) % self.vocabulary_size, -0.25)
+                node = tree.add(leaf, (tree.tokens[leaf] + 1) % self.description.vocabulary_size, -0.25)
                 grown[request_id] = tree.growth([node])
         return grown
 
@@ -86,11 +83,9 @@ class RecordingSpeculator(Counting):
     A table model's hidden states are a row's token and position, so the speculator checks that each is in its place.
     """
 
-    vocabulary_fingerprint = ""
-    hidden_state_layers: Sequence[int] = (0, 3)
-
-    def __init__(self, vocabulary_size: int = VOCABULARY) -> None:
+    def __init__(self, vocabulary_size: int = VOCABULARY, layers: Sequence[int] = (0, 3)) -> None:
         super().__init__(vocabulary_size=vocabulary_size)
+        self.description = replace(self.description, vocabulary_fingerprint="", hidden_state_layers=layers)
         self.seen: dict[int, dict[int, int]] = {}
         """By request: the token at each position whose hidden states arrived."""
 
@@ -154,7 +149,7 @@ async def draft_worker(
 ) -> AsyncIterator[DraftWorker]:
     speculator = speculator or Counting()
     async with joined() as (connection, pipe):
-        servicer = DraftServicer(worker_id, SpeculatorFacts.of(speculator), connection.send, tracing)
+        servicer = DraftServicer(replace(speculator.description, worker_id=worker_id), connection.send, tracing)
         connection.on(DraftRounds, lambda rounds: servicer.send_growth(rounds.grown))
         server = GrpcServer("127.0.0.1", 0, tls=tls, peer=TARGET)
         server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting import Commit, Opening, Speculator
+from paceline.drafting import Commit, DraftDescription, Opening, Speculator
 
 DEPTH = 4
 WRONG = 50
@@ -20,7 +20,7 @@ WRONG = 50
 class HalfWrong(Speculator):
     """Guesses a known text with wrong siblings of every token; below every second root only wrong tokens."""
 
-    method = "custom"
+    description = DraftDescription("custom")
 
     def __init__(self, config: SpeculativeConfig, engine: EngineConfig) -> None:
         """`config.model`: a JSON file, a list of texts as token ids, prompt and output."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.config import EngineConfig, SpeculativeConfig
 from tests.helpers.workers import Counting
 
@@ -9,5 +11,5 @@ from tests.helpers.workers import Counting
 def lying_draft(speculation: SpeculativeConfig, engine: EngineConfig) -> Counting:
     """A factory for method `custom_class`."""
     draft = Counting(vocabulary_size=4096)
-    draft.vocabulary_fingerprint = ""
+    draft.description = replace(draft.description, vocabulary_fingerprint="")
     return draft

@@ -1,50 +1,51 @@
-"""The network of a head that drafts token by token: rows of tokens and features in, logits and features out.
+"""The network of a head that drafts token by token, and the speculator over it.
 
-A head (EAGLE, MTP) drafts from what the target has already computed. The row of the token at position i + 1 has
-position i. Its feature comes from the target's hidden state of position i, and it predicts the token at i + 2. A draft
-token has no hidden state of the target yet: its row takes the feature that the head computed in its parent's row.
+See `paceline.drafting.best_first` for its rows and features.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
-from paceline.drafting.draw_prediction import NetworkFacts
+from paceline.drafting.best_first import BestFirst, RowOutput
+from paceline.drafting.draw_prediction import MAX_ROWS
+from paceline.drafting.method_registry import MethodInputs
+from paceline.drafting.network_speculator import NetworkRequest, NetworkSpeculator
+from paceline.drafting.speculator import DraftDescription, Speculator
+from paceline.model.kept_row_cost import kept_row_cost, weight_bytes
 from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOutput:
-    """`logits` [wanted rows, columns]; `features` [wanted rows, h], the inputs of these rows' children."""
-
-    logits: Tensor
-    features: Tensor
-
-
 class HeadNetwork(ABC):
-    """A head's weights, with a KV cache of its own in slots 1 to `slots`. Positions go as far as the target's.
+    """A head's weights, with a KV cache of its own in slots 1 to `slots`. Positions go as far as the target's."""
 
-    `ids`: int64 [columns], the target's token of each logit; None: column n is token n.
-    """
+    first_row = 1
 
     def __init__(
         self,
         target: TargetWeights,
+        method: str,
         model: str,
         slots: int,
         hidden_state_layers: Sequence[int] | None = None,
         ids: Tensor | None = None,
     ) -> None:
-        """`model`: its name. `hidden_state_layers`: as in `Speculator`; None: the output of the final norm alone."""
-        self.model, self.slots, self.ids = model, slots, ids
-        self.hidden_state_layers = hidden_state_layers or (target.final_layer,)
-        self.position_limit = target.max_model_len
+        """`model`: its name. `hidden_state_layers`: None: the output of the final norm alone. `ids`: see
+        `DraftNetwork`."""
+        self.description = head_description(method, model, target, hidden_state_layers, target.max_model_len)
+        self.slots, self.ids, self.state_size = slots, ids, target.hidden_size
         self._dtype, self._device = target.dtype, target.device
+
+    def inputs_of_prompt(self, tokens: Sequence[int]) -> list[int]:
+        return list(tokens[self.first_row :])
+
+    def inputs_of(self, tokens: Sequence[int]) -> list[int]:
+        return list(tokens)
 
     def encode(self, states: Tensor) -> Tensor:
         """The target's hidden states [n, layers, H] as features [n, h]: the first layer's state as it is."""
@@ -55,18 +56,64 @@ class HeadNetwork(ABC):
         return states.to(self._device, self._dtype)
 
     @abstractmethod
-    def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
-        """One pass over `rows` with `features` [rows, h]. The output has one row for each index in `wanted`."""
+    def run(self, rows: Sequence[Row], features: Tensor | None, wanted: Sequence[int]) -> RowOutput:
+        """See `RowNetwork`. There are always features."""
 
 
-def head_facts(network: HeadNetwork, fingerprint: str, vocabulary_size: int) -> NetworkFacts:
-    """The facts of a head over the target's vocabulary."""
-    return NetworkFacts(
-        network.model,
-        fingerprint,
-        vocabulary_size,
-        vocabulary_size if network.ids is None else len(network.ids),
-        network.slots,
-        network.position_limit,
-        network.hidden_state_layers,
-    )
+class RootStateNetwork:
+    """A head without a KV cache, which reads the state that the root was drawn from, and no position before."""
+
+    slots = first_row = 0
+
+    def __init__(self, target: TargetWeights, method: str, model: str, ids: Tensor | None) -> None:
+        """See `HeadNetwork`."""
+        self.description = head_description(method, model, target)
+        self.ids, self.state_size = ids, target.hidden_size
+        self._dtype, self._device = target.dtype, target.device
+
+    def inputs_of_prompt(self, tokens: Sequence[int]) -> list[int]:
+        return []
+
+    def inputs_of(self, tokens: Sequence[int]) -> list[int]:
+        return []
+
+    def root_states(self, requests: Iterable[NetworkRequest]) -> Tensor:
+        """[requests, H], which have arrived."""
+        states = [request.states.last[0] for request in requests if request.states is not None]
+        return torch.stack(states).to(self._device, self._dtype)
+
+
+def head_description(
+    method: str,
+    model: str,
+    target: TargetWeights,
+    hidden_state_layers: Sequence[int] | None = None,
+    position_limit: int = 0,
+) -> DraftDescription:
+    """Of a head over the target's vocabulary. `hidden_state_layers`: see `HeadNetwork`."""
+    layers = tuple(hidden_state_layers or (target.final_layer,))
+    return DraftDescription(method, model, target.fingerprint, target.vocabulary_size, layers, position_limit)
+
+
+def build_head_speculator(inputs: MethodInputs, network: HeadNetwork) -> Speculator:
+    """The speculator of a head that drafts one token after another, with its measured cost per row."""
+    config, target, engine = inputs.config, inputs.target, inputs.engine
+    weights = weight_bytes(inputs.checkpoint.folder), engine.quantization
+    facts = (config.method, target.dtype, target.hidden_size, target.vocabulary_size, *weights)
+    cost = kept_row_cost(_HeadProbe(network, target), MAX_ROWS, engine.threads, facts, target.device)
+    return NetworkSpeculator(BestFirst(network, inputs.limits, cost))
+
+
+class _HeadProbe:
+    """Runs a head over one zero state, to measure its passes."""
+
+    def __init__(self, network: HeadNetwork, target: TargetWeights) -> None:
+        self.slots, self.max_model_len = network.slots, network.description.position_limit
+        self._network = network
+        layers = len(network.description.hidden_state_layers)
+        states = torch.zeros(1, layers, target.hidden_size, dtype=target.dtype, device=target.device)
+        self._feature = network.encode(states)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object:
+        return self._network.run(rows, self._feature.expand(len(rows), -1), wanted)

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config.engine_config import Quantization
+from paceline.drafting.best_first import RowOutput
 from paceline.drafting.heads.head_config import head_rotary
-from paceline.drafting.heads.head_network import HeadNetwork, HeadOutput
+from paceline.drafting.heads.head_network import HeadNetwork
 from paceline.drafting.heads.head_weights import HeadWeights, OutputProjection
 from paceline.model.attention import Heads, KVCache
 from paceline.model.block_quantization import BROADEST, quantized
@@ -29,6 +30,7 @@ class LlamaHead(HeadNetwork):
     def __init__(
         self,
         target: TargetWeights,
+        method: str,
         model: str,
         slots: int,
         layers: Sequence[DecoderLayerWeights],
@@ -51,7 +53,7 @@ class LlamaHead(HeadNetwork):
         The rotary tables cover the target's positions, however many `config` names. Raises ValueError if
         `quantization` cannot be had.
         """
-        super().__init__(target, model, slots, hidden_state_layers, ids)
+        super().__init__(target, method, model, slots, hidden_state_layers, ids)
         heads = Heads.of(config)
         own_output = output if isinstance(output, Tensor) else None
         tables = rotary or head_rotary(config, target.max_model_len, target.device)
@@ -73,14 +75,14 @@ class LlamaHead(HeadNetwork):
         fed_back, normed = len(layers) + feeds_back_normed, len(layers) + 1
         self._taps = (fed_back,) if self._target_output is None else (fed_back, normed)
 
-    def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+    def run(self, rows: Sequence[Row], features: Tensor | None, wanted: Sequence[int]) -> RowOutput:
         logits, outputs = self._network.run(rows, wanted, self._taps, states=features)
         assert outputs is not None
         if list(wanted) != list(range(len(rows))):
             outputs = outputs[list(wanted)]
         if self._target_output is not None:
             logits = self._target_output(outputs[:, 1])
-        return HeadOutput(logits, outputs[:, 0])
+        return RowOutput(logits, outputs[:, 0])
 
 
 def _packed_network(

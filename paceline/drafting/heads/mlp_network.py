@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.drafting.heads.head_network import RootStateNetwork
 from paceline.drafting.heads.head_weights import HeadWeights
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.layers import Linear
@@ -56,12 +57,8 @@ class ShiftedNorm:
         return F.rms_norm(x, self.weight.shape, self.weight, EPS) + self.bias
 
 
-class MlpChainNetwork(ABC):
-    """A chain of `steps`.
-
-    `vocabulary_limit`: input tokens are below this. `ids`: int64 [columns], the token of each logit; None: column n is
-    token n.
-    """
+class MlpChainNetwork(RootStateNetwork, ABC):
+    """A chain of `steps`. `vocabulary_limit`: input tokens are below this."""
 
     vocabulary_limit: int
 
@@ -77,13 +74,13 @@ class MlpChainNetwork(ABC):
             raise CheckpointError(
                 f"{checkpoint}/config.json lacks n_predict, the number of steps it was trained for: add it"
             )
-        self.model = checkpoint.folder.name
         self.steps = max(1, int(checkpoint.config.get("num_lookahead_tokens", trained))) if tied else trained
         self._inner = weights.shape(norm)[0]
         state_weight = math.pow(0.5, 0.5 / trained)
         self._ratio = math.sqrt((1 - state_weight**2) * self._inner / 2) / state_weight
         columns = self._rows("head.0.weight")
-        self.ids = None if columns == target.vocabulary_size else torch.arange(columns, device=target.device)
+        ids = None if columns == target.vocabulary_size else torch.arange(columns, device=target.device)
+        super().__init__(target, "mlp_speculator", checkpoint.folder.name, ids)
         self._outputs = self._each_step(lambda i: Linear(weights.take(f"head.{i}.weight", columns, self._inner)))
 
     def begin(self, states: Tensor) -> Tensor:

@@ -18,16 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import MAX_DEPTH, SpeculativeConfig
-from paceline.core.logits_rules import History
-from paceline.core.tree import TokenTree
-from paceline.drafting.draw_prediction import NetworkFacts
+from paceline.drafting.block import Blocks, ContextSpans, RequestedPasses
 from paceline.drafting.heads.dflash_config import DFlashConfig, configured_layers, tokens_per_pass
 from paceline.drafting.heads.head_config import full_head_config, head_rotary
+from paceline.drafting.heads.head_network import head_description
 from paceline.drafting.heads.head_weights import HeadWeights
 from paceline.drafting.heads.llama_head import llama_layers
 from paceline.drafting.method_registry import MethodInputs
-from paceline.drafting.parallel_drafts import ContextSpans, HiddenStateRequest, ParallelSpeculator, RequestedPasses
-from paceline.drafting.speculator import Opening, Speculator
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import Speculator
 from paceline.model.attention import Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.layer_weights import DecoderLayerWeights
@@ -38,57 +37,11 @@ RENAMES = ((r"^model\.", ""), (r"encoder\.fc\.", "fc."), (r"encoder\.output_norm
 """To the original format's names."""
 
 
-class DFlashSpeculator(ParallelSpeculator[HiddenStateRequest]):
-    """Method `dflash`."""
-
-    method = "dflash"
-
-    def __init__(
-        self, network: DFlashNetwork, target: TargetWeights, tree_width: int, least_path_probability: float = 0.0
-    ) -> None:
-        """See `ParallelSpeculator`."""
-        facts = NetworkFacts(
-            network.model,
-            target.fingerprint,
-            target.vocabulary_size,
-            target.vocabulary_size if network.ids is None else len(network.ids),
-            network.slots,
-            target.max_model_len,
-            network.config.layers,
-        )
-        super().__init__(facts, network.config.tokens_per_pass, tree_width, least_path_probability)
-        self._network = network
-
-    def begin(
-        self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float
-    ) -> HiddenStateRequest:
-        return HiddenStateRequest(
-            opening, tree, history, least_path_log_prob, list(opening.tokens), self.position_limit
-        )
-
-    def run_pass(
-        self, context: ContextSpans[HiddenStateRequest], requested: RequestedPasses[HiddenStateRequest]
-    ) -> tuple[Tensor, Tensor | None]:
-        if context:
-            states = [state for request, span in context for state in request.states.take(len(span))]
-            positions = [i for _, span in context for i in span]
-            slots = [request.slot_table.slots[i] for request, span in context for i in span]
-            self._network.add_context(torch.stack(states), positions, slots)
-        if not requested:
-            return torch.empty(0), None
-        blocks = self._network.predict_blocks(
-            [(request.tokens[-1], request.slot_table.slots[:-1]) for request, _ in requested]
-        )
-        return torch.cat(
-            [block[:count] for block, (_, count) in zip(blocks, requested, strict=True)]
-        ), self._network.ids
-
-
 class DFlashNetwork:
-    """One draft's weights, with keys and values of the context in slots 1 to `slots`.
+    """One draft's weights, with keys and values of the context in slots 1 to `slots`."""
 
-    `ids`: int64 [columns], the target's token of each logit; None: column n is token n.
-    """
+    first_row = scratch_slots = 0
+    sees_paths = False
 
     def __init__(
         self, checkpoint: Checkpoint, target: TargetWeights, slots: int, rope_theta: float | None = None
@@ -101,9 +54,10 @@ class DFlashNetwork:
         if "mask_embedding" in weights:
             mask = weights.take("mask_embedding", *weights.shape("mask_embedding"))
         rows = weights.shape("embed_tokens.weight")[0] if "embed_tokens.weight" in weights else target.vocabulary_size
-        self.model = checkpoint.folder.name
         self.config = DFlashConfig.of(checkpoint, target, decoder, rows if mask is None else None)
-        self.slots = slots
+        name, layers = checkpoint.folder.name, self.config.layers
+        self.description = head_description("dflash", name, target, layers, target.max_model_len)
+        self.slots, self.state_size, self.tokens_per_pass = slots, target.hidden_size, self.config.tokens_per_pass
         self.ids = weights.target_ids()
         heads = Heads.of(decoder)
         self._cache = KVCache(int(decoder.num_hidden_layers), slots, heads, target.dtype, target.device)
@@ -112,14 +66,31 @@ class DFlashNetwork:
         self._rotary = RotaryEmbedding(tables, torch.empty(1, dtype=target.dtype, device=target.device))
         self._fc = Linear(weights.take("fc.weight", h, len(self.config.layers) * target.hidden_size))
         self._context_norm, self._norm = (RMSNorm(weights.take(f"{n}.weight", h), eps) for n in ("hidden_norm", "norm"))
-        layers = zip(llama_layers(weights, decoder, h), self.config.windows, self.config.causal, strict=True)
+        kinds = zip(llama_layers(weights, decoder, h), self.config.windows, self.config.causal, strict=True)
         self._layers = [
-            _DFlashLayer(layer, heads, eps, window=window, causal=causal) for layer, window, causal in layers
+            _DFlashLayer(layer, heads, eps, window=window, causal=causal) for layer, window, causal in kinds
         ]
         self._embedding = weights.embedding(h)
         output = weights.output(h, self.ids)
         self._output = Linear(output) if isinstance(output, Tensor) else output
         self._mask = self._embedding[self.config.mask_token] if mask is None else mask.reshape(h)
+
+    def inputs_of_prompt(self, tokens: Sequence[int]) -> list[int]:
+        return list(tokens)
+
+    def inputs_of(self, tokens: Sequence[int]) -> list[int]:
+        return list(tokens)
+
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Tensor:
+        if context:
+            states = [state for request, span in context for state in request.take_states(len(span))]
+            positions = [i for _, span in context for i in span]
+            slots = [request.slot_table.slots[i] for request, span in context for i in span]
+            self.add_context(torch.stack(states), positions, slots)
+        if not requested:
+            return torch.empty(0)
+        blocks = self.predict_blocks([(each.tokens[-1], each.slot_table.slots[:-1]) for each, _ in requested])
+        return torch.cat([block[:count] for block, (_, count) in zip(blocks, requested, strict=True)])
 
     def add_context(self, states: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
         """Compute keys and values of these positions from the target's states [n, layers, H], of any dtype."""
@@ -188,9 +159,8 @@ class _DFlashLayer:
 
 
 def build(inputs: MethodInputs) -> Speculator:
-    config = inputs.config
-    network = DFlashNetwork(inputs.checkpoint, inputs.target, inputs.engine.slot_count, config.rope_theta)
-    return DFlashSpeculator(network, inputs.target, config.tree_width, config.least_path_probability)
+    network = DFlashNetwork(inputs.checkpoint, inputs.target, inputs.engine.slot_count, inputs.config.rope_theta)
+    return NetworkSpeculator(Blocks(network, inputs.limits))
 
 
 def target_layers(inputs: MethodInputs) -> Sequence[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from paceline.config.engine_config import Quantization
 from paceline.drafting.heads.head_config import head_config, require_hidden_size
-from paceline.drafting.heads.head_speculator import build_head_speculator
+from paceline.drafting.heads.head_network import build_head_speculator
 from paceline.drafting.heads.head_weights import HeadWeights, normalised_name
 from paceline.drafting.heads.llama_head import LlamaHead, llama_layers
 from paceline.drafting.method_registry import MethodInputs
@@ -58,6 +58,7 @@ class EagleNetwork(LlamaHead):
         )
         super().__init__(
             target,
+            "eagle",
             checkpoint.folder.name,
             slots,
             llama_layers(weights, config, h, first_norm_optional=True),

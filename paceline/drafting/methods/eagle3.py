@@ -11,16 +11,15 @@ The tensors and the configuration tell which published variant a checkpoint is (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.config.engine_config import Quantization
+from paceline.drafting.best_first import RowOutput
 from paceline.drafting.heads.head_config import head_config, require_hidden_size, require_layers
-from paceline.drafting.heads.head_network import HeadOutput
-from paceline.drafting.heads.head_speculator import build_head_speculator
+from paceline.drafting.heads.head_network import build_head_speculator
 from paceline.drafting.heads.head_weights import HeadWeights, normalised_name
 from paceline.drafting.heads.llama_head import LlamaHead, llama_layers
 from paceline.drafting.method_registry import MethodInputs
@@ -49,6 +48,7 @@ class Eagle3Network(LlamaHead):
         layers: Sequence[int] | None = None,
         norm_output: bool | None = None,
         quantization: Quantization | None = None,
+        method: str = "eagle3",
     ) -> None:
         """`layers` (of the target, as `hidden_state_layers`) and `norm_output`: the user's choice; it overrides
         config.json. `quantization`: see `LlamaHead`.
@@ -70,6 +70,7 @@ class Eagle3Network(LlamaHead):
         )
         super().__init__(
             target,
+            method,
             checkpoint.folder.name,
             slots,
             llama_layers(weights, config, 2 * h),
@@ -90,9 +91,9 @@ class Eagle3Network(LlamaHead):
     def encode(self, states: Tensor) -> Tensor:
         return self._encoder(self.to_device(states))
 
-    def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+    def run(self, rows: Sequence[Row], features: Tensor | None, wanted: Sequence[int]) -> RowOutput:
         output = super().run(rows, features, wanted)
-        return output if self._scale == 1.0 else replace(output, logits=output.logits * self._scale)
+        return output if self._scale == 1.0 else RowOutput(output.logits * self._scale, output.features)
 
 
 class _StateEncoder:
@@ -155,7 +156,7 @@ def build(inputs: MethodInputs) -> Speculator:
     return build_head_speculator(inputs, load_eagle3(inputs))
 
 
-def load_eagle3(inputs: MethodInputs) -> Eagle3Network:
+def load_eagle3(inputs: MethodInputs, method: str = "eagle3") -> Eagle3Network:
     config, engine = inputs.config, inputs.engine
     layers, norm_output = config.eagle_aux_hidden_state_layer_ids, config.norm_output
     return Eagle3Network(
@@ -166,6 +167,7 @@ def load_eagle3(inputs: MethodInputs) -> Eagle3Network:
         layers,
         norm_output,
         engine.quantization,
+        method,
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
 from paceline.drafting.method_registry import MethodInputs
-from paceline.drafting.speculator import Commit, Context, Opening, Speculator, new_hidden_states
+from paceline.drafting.speculator import Commit, Context, DraftDescription, Opening, Speculator, new_hidden_states
 from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
 
 
@@ -43,12 +43,9 @@ class ExtractedRequest(TreeRequest):
 class ExtractHiddenStates(TreeSpeculator[ExtractedRequest]):
     """Method `extract_hidden_states`."""
 
-    method = "extract_hidden_states"
-
     def __init__(self, folder: Path, layers: Sequence[int]) -> None:
         """Creates `folder` if it does not exist; never overwrites a file."""
-        super().__init__()
-        self.hidden_state_layers = tuple(layers)
+        super().__init__(DraftDescription("extract_hidden_states", hidden_state_layers=tuple(layers)))
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         taken = [int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdigit()]
@@ -80,7 +77,7 @@ class ExtractHiddenStates(TreeSpeculator[ExtractedRequest]):
         path = self._folder / f"{next(self._numbers):07d}.safetensors"
         partial = path.with_suffix(".partial")
         tensors = {"token_ids": torch.tensor(tokens[: len(states) + 1]), "hidden_states": states.contiguous()}
-        save_file(tensors, partial, {"layers": json.dumps(self.hidden_state_layers)})
+        save_file(tensors, partial, {"layers": json.dumps(self.description.hidden_state_layers)})
         partial.replace(path)
 
 

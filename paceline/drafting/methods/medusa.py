@@ -1,109 +1,167 @@
 """Drafting with Medusa heads (Cai et al. 2024): head i predicts the token i + 1 positions after the root.
 
+    z = state;  z = z + silu(W z + b) for each layer;  logits = output(z)
+
 All heads read one hidden state, and neither the root nor each other's draft tokens. So one pass gives the distributions
-of all depths, and the probability of a path is the product of its tokens' probabilities. Medusa verifies a fixed set of
-paths by the ranks of their tokens (`medusa_choices`), which was searched on sample text; here the tree gets the most
-probable paths of the current distributions.
+of all depths. Medusa verifies a fixed set of paths by the ranks of their tokens (`medusa_choices`), which was searched
+on sample text; here the tree gets the most probable paths of the current distributions.
+
+Every published format is read: the original's first version (`{head}.{layer}.linear.*`, and `{head}.{layers}.weight`
+for the head's own output), its second (without: all heads use the target's output), a model merged with its heads (the
+same names below `medusa_head.`), and vLLM's conversion (`blocks`, `lm_heads`, `token_map`). The tensors tell the number
+of heads: published configurations say 2 where there are 5.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import re
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core.logits_rules import History
-from paceline.core.tree import ROOT, CommitResult, TokenTree
-from paceline.drafting.draw_prediction import MAX_ROWS, RankedTokens, predict_draws
-from paceline.drafting.heads.medusa_heads import MedusaHeads, is_medusa, load_medusa
+from paceline.drafting.block import Blocks, ContextSpans, RequestedPasses
+from paceline.drafting.heads.head_network import RootStateNetwork
+from paceline.drafting.heads.head_weights import HeadWeights, normalised_name
 from paceline.drafting.method_registry import MethodInputs
-from paceline.drafting.product_tree import draw_rows, grow_product_tree
-from paceline.drafting.speculator import Opening, Speculator
-from paceline.drafting.stateless_heads import StatelessRequest, StatelessSpeculator
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import Speculator
+from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.layers import Linear
 from paceline.model.target_weights import TargetWeights
 
+Projection = Callable[[Tensor], Tensor]
 
-@dataclass(slots=True, eq=False)
-class MedusaRequest(StatelessRequest):
-    """One request, and the heads' output for its root."""
-
-    distributions: Sequence[RankedTokens] = field(default_factory=list)
-    """By head; empty until the heads have run."""
-    logits: Tensor | None = None
-    """[heads, columns]; kept only if the request has rules that depend on the path."""
-    complete: bool = False
-    """The tree has every wanted node."""
-
-    def root_moved(self, committed: CommitResult) -> None:
-        """Discard the heads' output: it was computed from an older state."""
-        self.distributions, self.logits = [], None
-
-    def refresh_frontier(self) -> None:
-        self.complete = False
-
-    @property
-    def can_grow(self) -> bool:
-        return not self.complete and self.root_state is not None and self.nodes_left > 0 and self.may_expand(ROOT)
+ORIGINAL_OUTPUT = r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight$"
+RENAMES = (
+    (r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$", r"blocks.\1.layers.\2.\3"),
+    (ORIGINAL_OUTPUT, r"lm_heads.\1.weight"),
+    (r"^medusa_heads\.", ""),
+)
+"""To the names of vLLM's conversion."""
+LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 
 
-class MedusaSpeculator(StatelessSpeculator[MedusaRequest]):
-    """Method `medusa`."""
+class MedusaHeads(RootStateNetwork):
+    """All heads of one checkpoint."""
 
-    method = "medusa"
+    scratch_slots = 0
+    sees_paths = True
 
     def __init__(
-        self, heads: MedusaHeads, target: TargetWeights, tree_width: int, least_path_probability: float = 0.0
+        self,
+        target: TargetWeights,
+        model: str,
+        layers: Sequence[Sequence[Projection]],
+        outputs: Sequence[Projection],
+        ids: Tensor | None,
     ) -> None:
-        """See `StatelessSpeculator`."""
-        super().__init__(heads.model, target, tree_width, least_path_probability)
-        self._heads = heads
+        """`layers` and `outputs` by head. `ids`: see `DraftNetwork`."""
+        super().__init__(target, "medusa", model, ids)
+        self.tokens_per_pass = len(outputs)
+        self._heads = list(zip(layers, outputs, strict=True))
 
-    def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> MedusaRequest:
-        return MedusaRequest(opening, tree, history, least_path_log_prob, max_depth=len(self._heads))
+    def __call__(self, states: Tensor) -> Tensor:
+        """Outputs of the target's final norm [n, H] → logits [n, heads, columns]."""
+        logits = []
+        for layers, output in self._heads:
+            z = states
+            for layer in layers:
+                z = z + F.silu(layer(z))
+            logits.append(output(z))
+        return torch.stack(logits, 1)
 
-    def draft_round(self) -> Iterator[tuple[MedusaRequest, list[int]]]:
-        requests = [request for request in self._requests.values() if request.can_grow]
-        without_output = [request for request in requests if not request.distributions][
-            : max(1, MAX_ROWS // len(self._heads))
-        ]
-        if without_output:
-            self._run_heads(without_output)
-        self._computed = bool(without_output)
-        for request in requests:
-            if request.distributions:
-                request.complete = True
-                yield request, self._add_paths(request)
-
-    def _run_heads(self, requests: Sequence[MedusaRequest]) -> None:
-        logits = self._heads(torch.stack([request.state for request in requests if request.state is not None]))
-        count = len(self._heads)
-        rows = [row for request in requests for row in draw_rows(request.history, request.tree.position + 1, count)]
-        distributions = iter(predict_draws(logits.flatten(0, 1), rows, self._width, self._heads.ids))
-        for request, own_logits in zip(requests, logits, strict=True):
-            request.distributions = list(itertools.islice(distributions, count))
-            request.logits = own_logits.clone() if request.history.has_logits_rules else None
-
-    def _add_paths(self, request: MedusaRequest) -> list[int]:
-        """Add the most probable missing nodes, as many as are wanted; return them."""
-        distributions = request.distributions[: request.opening.max_depth]
-        after = None if request.logits is None else partial(self._distribution, request, request.logits)
-        return grow_product_tree(request.tree, distributions, request.nodes_left, request.least_path_log_prob, after)
-
-    def _distribution(self, request: MedusaRequest, logits: Tensor, node: int) -> RankedTokens:
-        """Of the token after this node. Rules see the path to it."""
-        head = request.tree.depths[node]
-        rows = [request.draw_row(node)]
-        [distribution] = predict_draws(logits[head : head + 1], rows, self._width, self._heads.ids)
-        return distribution
-
-
-matches = is_medusa
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Tensor:
+        return self(self.root_states([request for request, _ in requested])).flatten(0, 1)
 
 
 def build(inputs: MethodInputs) -> Speculator:
-    heads, config = load_medusa(inputs.checkpoint, inputs.target), inputs.config
-    return MedusaSpeculator(heads, inputs.target, config.tree_width, config.least_path_probability)
+    return NetworkSpeculator(Blocks(load_medusa(inputs.checkpoint, inputs.target), inputs.limits))
+
+
+def matches(checkpoint: Checkpoint) -> bool:
+    """By the names of the tensors, or by the configuration."""
+    layers = (LAYER.fullmatch(normalised_name(name, RENAMES)) for name in checkpoint.names)
+    return "medusa_num_heads" in checkpoint.config or any(layers)
+
+
+def load_medusa(checkpoint: Checkpoint, target: TargetWeights) -> MedusaHeads:
+    """Raises `CheckpointError` if the checkpoint has no Medusa heads for this target."""
+    weights = HeadWeights(checkpoint, target, RENAMES)
+    found = [match for match in map(LAYER.fullmatch, weights.names) if match]
+    if not found:
+        raise CheckpointError(
+            f"{checkpoint} has no Medusa heads, no tensor like 0.0.linear.weight: "
+            "choose a folder with medusa_lm_head.pt or medusa_lm_head.safetensors"
+        )
+    heads = 1 + max(int(match[1]) for match in found)
+    stored = 1 + max(int(match[2]) for match in found)
+    depth = _depth(checkpoint, stored)
+    layers = [[_layer(weights, head, min(n, stored - 1), target) for n in range(depth)] for head in range(heads)]
+    outputs, ids = _outputs(checkpoint, weights, heads, target)
+    return MedusaHeads(target, checkpoint.folder.name, layers, outputs, ids)
+
+
+def _depth(checkpoint: Checkpoint, stored: int) -> int:
+    """Layers per head. The original repeats one layer under several names, and a file may keep only the first."""
+    outputs = [match for match in map(re.compile(ORIGINAL_OUTPUT).match, checkpoint.names) if match]
+    if outputs:
+        return int(outputs[0][2])
+    return max(stored, int(checkpoint.config.get("medusa_num_layers", 1)))
+
+
+def _layer(weights: HeadWeights, head: int, layer: int, target: TargetWeights) -> Linear:
+    name, h = f"blocks.{head}.layers.{layer}", target.hidden_size
+    return Linear.of_parts((weights.take(f"{name}.weight", h, h), weights.take_optional(f"{name}.bias", h)))
+
+
+def _outputs(
+    checkpoint: Checkpoint, weights: HeadWeights, heads: int, target: TargetWeights
+) -> tuple[Sequence[Projection], Tensor | None]:
+    """The output of each head, and `ids` of their columns. A copy of the target's matrix is not read."""
+    ids = _token_map(checkpoint, weights, target)
+    has_own = any(name.startswith("lm_heads.") for name in weights.names)
+    if has_own and not checkpoint.config.get("original_lm_head"):
+        return _own_outputs(checkpoint, weights, heads, ids, target)
+    if ids is None:
+        return [target.output] * heads, None
+    tokens = ids
+    return [lambda states: target.output(states).index_select(-1, tokens)] * heads, tokens
+
+
+def _own_outputs(
+    checkpoint: Checkpoint, weights: HeadWeights, heads: int, ids: Tensor | None, target: TargetWeights
+) -> tuple[Sequence[Projection], Tensor | None]:
+    """With a token map, a head's matrix has a row for each token of the map, or for each of the target's tokens."""
+    rows, size = weights.shape("lm_heads.0.weight")[0], target.vocabulary_size
+    if rows > size:
+        raise CheckpointError(
+            f"{checkpoint} guesses {rows} tokens, {target.name} has {size}: "
+            "choose heads that were trained for this model"
+        )
+    if ids is not None and rows not in (len(ids), size):
+        raise CheckpointError(
+            f"{checkpoint} guesses {rows} tokens, and its token_map names {len(ids)}: "
+            "choose one where each has a row, or where all of the model's have"
+        )
+    matrices = (weights.take(f"lm_heads.{head}.weight", rows, target.hidden_size) for head in range(heads))
+    if ids is not None and rows != len(ids):
+        selected = ids
+        matrices = (matrix.index_select(0, selected) for matrix in matrices)
+    if ids is None and rows != size:  # a padded target has more tokens than the heads know
+        ids = torch.arange(rows, device=target.device)
+    return [Linear(matrix) for matrix in matrices], ids
+
+
+def _token_map(checkpoint: Checkpoint, weights: HeadWeights, target: TargetWeights) -> Tensor | None:
+    """vLLM's `token_map`: the tokens that the heads predict; None: all. Raises `CheckpointError`."""
+    if "token_map" not in weights:
+        return None
+    ids = weights.take("token_map", *weights.shape("token_map")).to(torch.int64)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocabulary_size:
+        raise CheckpointError(
+            f"token_map in {checkpoint} names token {int(ids.max())}, {target.name} has {target.vocabulary_size}: "
+            "choose heads that were trained for this model"
+        )
+    return ids

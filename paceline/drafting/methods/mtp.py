@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.engine_config import Quantization
+from paceline.drafting.best_first import RowOutput
 from paceline.drafting.heads.head_config import is_speculators_format
-from paceline.drafting.heads.head_network import HeadNetwork, HeadOutput
-from paceline.drafting.heads.head_speculator import build_head_speculator
+from paceline.drafting.heads.head_network import HeadNetwork, build_head_speculator
 from paceline.drafting.heads.llama_head import LlamaHead
 from paceline.drafting.heads.mtp_layouts import SPECULATORS_LIBRARY, MtpFamily, MtpLayout, family_of
 from paceline.drafting.heads.mtp_weights import MtpWeights
@@ -78,6 +78,7 @@ def load_mtp(
         projection = torch.cat(projection.chunk(2, 1)[::-1], 1)
     return LlamaHead(
         target,
+        "mtp",
         name,
         slots,
         [layer_of(layer.block)],
@@ -138,14 +139,15 @@ class TransformersHead(HeadNetwork):
         self, target: TargetWeights, model: str, slots: int, layer: MtpLayer, rotary: nn.Module, config: Any
     ) -> None:
         """`config`: of the layer, see `mtp_layer_config`."""
-        super().__init__(target, model, slots)
+        super().__init__(target, "mtp", model, slots)
         self._layer = layer
         self._embedding, self._output = target.embedding(), target.output
         self._rotary = rotary.to(target.device)
         like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._attention, _ = make_attention(1, Heads.of(config), slots, like)
 
-    def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+    def run(self, rows: Sequence[Row], features: Tensor | None, wanted: Sequence[int]) -> RowOutput:
+        assert features is not None
         this = self._attention(rows)
         positions = this.positions.unsqueeze(0)
         embedded = self._embedding[this.tokens].unsqueeze(0)
@@ -158,7 +160,7 @@ class TransformersHead(HeadNetwork):
                 position_ids=positions,
             )[0]
         final = y[list(wanted)]
-        return HeadOutput(self._output(final), final)
+        return RowOutput(self._output(final), final)
 
 
 def build(inputs: MethodInputs) -> Speculator:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from paceline.core.tree import ROOT, TokenTree
+from paceline.core.tree import ROOT
 from paceline.drafting.method_registry import MethodInputs
-from paceline.drafting.speculator import Opening, Speculator
-from paceline.drafting.tree_speculator import LookupRequest, LookupSpeculator
+from paceline.drafting.speculator import DraftDescription, Speculator
+from paceline.drafting.tree_speculator import LookupSpeculator, TreeRequest
 
 FIRST_TOKEN_PROBABILITY = 0.6
 NEXT_TOKEN_PROBABILITY = 0.85
@@ -23,49 +22,31 @@ NEXT_TOKEN_PROBABILITY = 0.85
 this share of what the earlier branches leave. The target's calibration corrects both."""
 
 
-@dataclass(slots=True, eq=False)
-class NGramRequest(LookupRequest):
-    """A request and the index of its runs."""
+class NGramLookup:
+    """One request's tokens, and the index of their runs."""
 
-    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    """The positions after each run of tokens."""
+    def __init__(self, lengths: range, tree_width: int) -> None:
+        """`lengths`: of the runs."""
+        self._lengths, self._width = lengths, tree_width
+        self._tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        """The positions after each run of tokens."""
 
-    def continuation(self, end: int) -> list[int]:
-        """The tokens from position `end` on, to the depth that is wanted."""
-        period = len(self.tokens) - end
-        return [self.tokens[end + i % period] for i in range(self.opening.max_depth)]
-
-
-class NGramSpeculator(LookupSpeculator[NGramRequest]):
-    """Method `ngram`."""
-
-    method = "ngram"
-
-    def __init__(self, lookup_min: int, lookup_max: int, tree_width: int) -> None:
-        super().__init__()
-        self._lengths = range(lookup_min, lookup_max + 1)
-        self._width = tree_width
-
-    def new_request(self, opening: Opening, tree: TokenTree) -> NGramRequest:
-        request = NGramRequest(opening, tree, [])
-        self.index(request, opening.tokens)
-        return request
-
-    def index(self, request: NGramRequest, tokens: Sequence[int]) -> None:
-        known = request.tokens
+    def extend(self, tokens: Sequence[int]) -> None:
+        known = self._tokens
         for token in tokens:
             # A run is indexed when a token follows it, so the request's own end is never found.
             for length in self._lengths:
                 if length <= len(known):
-                    request.ends.setdefault(tuple(known[-length:]), []).append(len(known))
+                    self._ends.setdefault(tuple(known[-length:]), []).append(len(known))
             known.append(token)
 
-    def add_nodes(self, request: NGramRequest) -> list[int]:
+    def add_nodes(self, request: TreeRequest) -> list[int]:
         tree = request.tree
         new: list[int] = []
-        for end in self._occurrences(request):
+        for end in self._occurrences():
             node, probability = ROOT, FIRST_TOKEN_PROBABILITY
-            for token in request.continuation(end):
+            for token in self._continuation(end, request.opening.max_depth):
                 child = tree.child(node, token)
                 if child is None:
                     if not request.nodes_left:
@@ -76,15 +57,24 @@ class NGramSpeculator(LookupSpeculator[NGramRequest]):
                 node, probability = child, NEXT_TOKEN_PROBABILITY
         return new
 
-    def _occurrences(self, request: NGramRequest) -> Sequence[int]:
+    def finish(self) -> None:
+        pass
+
+    def _occurrences(self) -> Sequence[int]:
         """The positions after earlier occurrences of the longest known run of last tokens, most recent first."""
         for length in reversed(self._lengths):
-            ends = request.ends.get(tuple(request.tokens[-length:])) if length <= len(request.tokens) else None
+            ends = self._ends.get(tuple(self._tokens[-length:])) if length <= len(self._tokens) else None
             if ends:
                 return ends[: -self._width - 1 : -1]
         return ()
 
+    def _continuation(self, end: int, count: int) -> list[int]:
+        """The `count` tokens from position `end` on."""
+        period = len(self._tokens) - end
+        return [self._tokens[end + i % period] for i in range(count)]
+
 
 def build(inputs: MethodInputs) -> Speculator:
     config = inputs.config
-    return NGramSpeculator(config.prompt_lookup_min, config.prompt_lookup_max, config.tree_width)
+    lengths = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
+    return LookupSpeculator(DraftDescription("ngram"), lambda _: NGramLookup(lengths, config.tree_width))

@@ -8,46 +8,21 @@ Keys and values of mask tokens are not kept: the tokens committed there are run 
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from paceline.core.logits_rules import History
-from paceline.core.tree import TokenTree
-from paceline.drafting.draw_prediction import NetworkFacts
+from paceline.drafting.best_first import ModelNetwork
+from paceline.drafting.block import Blocks, MaskTokens
 from paceline.drafting.heads.head_config import mask_token
 from paceline.drafting.method_registry import MethodInputs
-from paceline.drafting.parallel_drafts import ContextSpans, MaskTokenSpeculator, ParallelRequest, RequestedPasses
-from paceline.drafting.speculator import Opening, Speculator
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import Speculator
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.model import Model
 
 MASK_KEYS = ("pard_token", "ptd_token_id")
 
 
-class PardSpeculator(MaskTokenSpeculator[ParallelRequest]):
-    """Method `pard`."""
-
-    method = "pard"
-
-    def __init__(
-        self, model: Model, mask_token: int, tokens_per_pass: int, tree_width: int, least_path_probability: float = 0.0
-    ) -> None:
-        """See `MaskTokenSpeculator`."""
-        super().__init__(NetworkFacts.of_model(model), mask_token, tokens_per_pass, tree_width, least_path_probability)
-        self._model = model
-
-    def begin(self, opening: Opening, tree: TokenTree, history: History, least_path_log_prob: float) -> ParallelRequest:
-        return ParallelRequest(opening, tree, history, least_path_log_prob, list(opening.tokens), self.position_limit)
-
-    def run_pass(
-        self, context: ContextSpans[ParallelRequest], requested: RequestedPasses[ParallelRequest]
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._model.run(*self.rows(context, requested)).logits, None
-
-
 def build(inputs: MethodInputs) -> Speculator:
-    config, mask = inputs.config, mask_token_of(inputs.checkpoint)
-    depth, width, least = config.num_speculative_tokens, config.tree_width, config.least_path_probability
-    return PardSpeculator(inputs.load_model(), mask, depth, width, least)
+    mask, limits = mask_token_of(inputs.checkpoint), inputs.limits
+    network = ModelNetwork(inputs.load_model(), "pard")
+    return NetworkSpeculator(Blocks(MaskTokens(network, mask, limits.tokens_per_pass), limits))
 
 
 def matches(checkpoint: Checkpoint) -> bool:

@@ -17,84 +17,122 @@ kept; one in a hundred takes 0.5 ms. When a request ends, adding its output take
 from __future__ import annotations
 
 import math
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from paceline.config import SpeculativeConfig
-from paceline.core.tree import ROOT, TokenTree
+from paceline.core.tree import ROOT
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.methods.suffix_automaton import SuffixAutomaton
 from paceline.drafting.methods.suffix_matches import NO_PARENT, SuffixBounds, SuffixGuesses, best_guesses
-from paceline.drafting.methods.suffix_outputs import FinishedOutputs
-from paceline.drafting.speculator import Opening, Speculator
-from paceline.drafting.tree_speculator import LookupRequest, LookupSpeculator
+from paceline.drafting.methods.suffix_tree import SuffixTree
+from paceline.drafting.speculator import DraftDescription, Opening, Speculator
+from paceline.drafting.tree_speculator import LookupSpeculator, TreeRequest
+
+MOST_CACHED_TOKENS = 500_000
+"""Over all outputs of finished requests; a token takes about 220 bytes."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class SuffixRequest(LookupRequest):
-    """A request and the counts of its strings."""
+@dataclass(slots=True)
+class _SaltOutputs:
+    tree: SuffixTree
+    outputs: deque[list[int]] = field(default_factory=deque)
+    """Oldest first."""
 
-    counts: SuffixAutomaton
 
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[len(self.opening.tokens) - self.opening.output_tokens :]
+class FinishedOutputs:
+    """Keeps the latest outputs of finished requests, and counts their strings apart for each cache salt.
 
-    def add(self, guesses: SuffixGuesses) -> list[int]:
-        """Add as many of `guesses` to the tree as fits; return the new nodes."""
+    When there are too many, the salt that was not used for longest loses its oldest output.
+    """
+
+    def __init__(self, depth: int, width: int, requests: int, tokens: int = MOST_CACHED_TOKENS) -> None:
+        """`depth` and `width`: see `SuffixTree`. `requests` and `tokens`: most to keep."""
+        self._depth, self._width = depth, width
+        self._most_requests, self._most_tokens = requests, tokens
+        self._by_salt: OrderedDict[str, _SaltOutputs] = OrderedDict()
+        """The salt that was used last is last."""
+        self._requests = 0
+        self._tokens = 0
+
+    def tree(self, salt: str) -> SuffixTree | None:
+        """The counts of this salt's outputs; None if there are none."""
+        if salt not in self._by_salt:
+            return None
+        self._by_salt.move_to_end(salt)
+        return self._by_salt[salt].tree
+
+    def add(self, output: list[int], salt: str) -> None:
+        """Keep an output, unless it is empty or longer than all that may be kept."""
+        if not output or not self._most_requests or len(output) > self._most_tokens:
+            return
+        while self._requests == self._most_requests or self._tokens + len(output) > self._most_tokens:
+            self._forget()
+        if salt not in self._by_salt:
+            self._by_salt[salt] = _SaltOutputs(SuffixTree(self._depth, self._width))
+        self._by_salt.move_to_end(salt)
+        self._by_salt[salt].outputs.append(output)
+        self._by_salt[salt].tree.add(output)
+        self._requests += 1
+        self._tokens += len(output)
+
+    def _forget(self) -> None:
+        salt, oldest = next(iter(self._by_salt.items()))
+        output = oldest.outputs.popleft()
+        oldest.tree.remove(output)
+        self._requests -= 1
+        self._tokens -= len(output)
+        if not oldest.outputs:
+            del self._by_salt[salt]
+
+
+class SuffixLookup:
+    """One request's tokens and the counts of their strings, beside those of finished outputs."""
+
+    def __init__(self, config: SpeculativeConfig, outputs: FinishedOutputs, opening: Opening) -> None:
+        self._depth = config.suffix_decoding_max_tree_depth
+        self._least = config.suffix_decoding_min_token_prob
+        self._factor = config.suffix_decoding_max_spec_factor
+        self._outputs, self._salt = outputs, opening.cache_salt
+        self._prompt_tokens = len(opening.tokens) - opening.output_tokens
+        self._tokens: list[int] = []
+        self._counts = SuffixAutomaton(self._depth, config.tree_width)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._counts.append(token)
+        self._tokens += tokens
+
+    def add_nodes(self, request: TreeRequest) -> list[int]:
+        """As many of the best guesses as fit."""
+        if not request.opening.max_nodes:
+            return []
+        guesses = self._best_guesses(request.opening)
         nodes = {NO_PARENT: ROOT}
         new: list[int] = []
         for i, (parent, token) in enumerate(zip(guesses.parents, guesses.tokens, strict=True)):
-            node = self.tree.child(nodes[parent], token)
+            node = request.tree.child(nodes[parent], token)
             if node is None:
-                if not self.nodes_left:
+                if not request.nodes_left:
                     return new
-                node = self.tree.add(nodes[parent], token, math.log(guesses.probabilities[i]))
+                node = request.tree.add(nodes[parent], token, math.log(guesses.probabilities[i]))
                 new.append(node)
             nodes[i] = node
         return new
 
+    def finish(self) -> None:
+        """Keep the output for later requests."""
+        self._outputs.add(self._tokens[self._prompt_tokens :], self._salt)
 
-class SuffixSpeculator(LookupSpeculator[SuffixRequest]):
-    """Method `suffix`."""
-
-    method = "suffix"
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        super().__init__()
-        self._depth = config.suffix_decoding_max_tree_depth
-        self._width = config.tree_width
-        self._least = config.suffix_decoding_min_token_prob
-        self._factor = config.suffix_decoding_max_spec_factor
-        self._outputs = FinishedOutputs(self._depth, self._width, config.suffix_decoding_max_cached_requests)
-
-    def new_request(self, opening: Opening, tree: TokenTree) -> SuffixRequest:
-        request = SuffixRequest(opening, tree, [], counts=SuffixAutomaton(self._depth, self._width))
-        self.index(request, opening.tokens)
-        return request
-
-    def index(self, request: SuffixRequest, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            request.counts.append(token)
-        request.tokens += tokens
-
-    def close(self, request_id: int) -> None:
-        """Forget a request, but keep its output for later requests."""
-        if request := self._requests.get(request_id):
-            self._outputs.add(request.output, request.opening.cache_salt)
-        super().close(request_id)
-
-    def add_nodes(self, request: SuffixRequest) -> list[int]:
-        return request.add(self._best_guesses(request)) if request.opening.max_nodes else []
-
-    def _best_guesses(self, request: SuffixRequest) -> SuffixGuesses:
-        depths = self._depth_by_match_length(request.opening.max_depth)
-        bounds = SuffixBounds(depths, request.opening.max_nodes, self._least)
-        local = best_guesses(SuffixGuesses(), request.counts, request.counts.matches(), bounds)
-        outputs = self._outputs.tree(request.opening.cache_salt)
+    def _best_guesses(self, opening: Opening) -> SuffixGuesses:
+        bounds = SuffixBounds(self._depth_by_match_length(opening.max_depth), opening.max_nodes, self._least)
+        local = best_guesses(SuffixGuesses(), self._counts, self._counts.matches(), bounds)
+        outputs = self._outputs.tree(self._salt)
         if outputs is None:
             return local
-        return best_guesses(local, outputs, outputs.matches(request.tokens[-self._depth :]), bounds)
+        return best_guesses(local, outputs, outputs.matches(self._tokens[-self._depth :]), bounds)
 
     def _depth_by_match_length(self, max_depth: int) -> list[int]:
         depths = (min(int(length * self._factor + 1e-6), max_depth) for length in range(self._depth + 1))
@@ -102,4 +140,7 @@ class SuffixSpeculator(LookupSpeculator[SuffixRequest]):
 
 
 def build(inputs: MethodInputs) -> Speculator:
-    return SuffixSpeculator(inputs.config)
+    config = inputs.config
+    depth, kept = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
+    outputs = FinishedOutputs(depth, config.tree_width, kept)
+    return LookupSpeculator(DraftDescription("suffix"), partial(SuffixLookup, config, outputs))

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from paceline.config import SamplingParams
 from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.best_first import BestFirstRequest, BestFirstSpeculator
+from paceline.drafting.best_first import BestFirstRequest
+from paceline.drafting.network_speculator import NetworkSpeculator
 from paceline.drafting.speculator import Commit, Limit, Opening
 from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
 from paceline.drafting.vocabulary.draft_transcript import DraftTranscript
@@ -75,14 +76,15 @@ class _DecodedPath:
 class RetokenizingSpeculator(TreeSpeculator[_RetokenizedRequest]):
     """Method `draft_model` with `vocabulary_mapping` `strings`."""
 
-    method = "draft_model"
-
-    def __init__(self, inner: BestFirstSpeculator[BestFirstRequest], mapping: VocabularyMapping) -> None:
-        super().__init__()
-        self.model = inner.model
-        self.vocabulary_fingerprint = mapping.target.tokenizer.fingerprint
-        self.vocabulary_size = mapping.target.size
-        self.position_limit = inner.position_limit
+    def __init__(self, inner: NetworkSpeculator[BestFirstRequest], mapping: VocabularyMapping) -> None:
+        target = mapping.target
+        super().__init__(
+            replace(
+                inner.description,
+                vocabulary_fingerprint=target.tokenizer.fingerprint,
+                vocabulary_size=target.size,
+            )
+        )
         self._draft = inner
         self._mapping = mapping
         self._stable = StableTokens(mapping.target.tokenizer)
@@ -117,7 +119,7 @@ class RetokenizingSpeculator(TreeSpeculator[_RetokenizedRequest]):
         return self._growths({key: self._read(key, request) for key, request in fresh.items()})
 
     def check_integrity(self) -> None:
-        """See `BestFirstSpeculator`."""
+        """See `NetworkSpeculator`."""
         self._draft.check_integrity()
 
     def _sync_draft(self, request: _RetokenizedRequest) -> None:
@@ -166,7 +168,7 @@ class RetokenizingSpeculator(TreeSpeculator[_RetokenizedRequest]):
         path = [(token, decoded.log_prob(len(pending) + length)) for token, length in stable]
         if decoded.final and decoded.last >= 0 and len(text) == (stable[-1][1] if stable else 0):
             path.append((decoded.last, decoded.ends[-1][1]))
-        return list(itertools.takewhile(lambda step: step[0] < self.vocabulary_size, path))
+        return list(itertools.takewhile(lambda step: step[0] < self.description.vocabulary_size, path))
 
 
 def _draft_opening(opening: Opening, tokens: Sequence[int]) -> Opening:

@@ -43,7 +43,8 @@ class Drafting:
     @torch.no_grad()
     def logits_after(self, request: Feeding, paths: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Tensor]:
         """What the formula says is next after the root and paths below it."""
-        states = request.states()[: len(request.tokens) - 1] if self.speculator.hidden_state_layers else torch.empty(0)
+        layers = self.speculator.description.hidden_state_layers
+        states = request.states()[: len(request.tokens) - 1] if layers else torch.empty(0)
         return {path: self.logits(request.tokens, states, path) for path in paths}
 
     def check(self, request: Feeding, guesses: Sequence[Guess]) -> None:

@@ -34,14 +34,14 @@ class Feeding(DraftedRequest):
     def tell(self, stop: int | None = None) -> None:
         """Send the states of positions that were not sent, up to `stop` or the root."""
         stop = len(self.tokens) - 1 if stop is None else stop
-        if self._speculator.hidden_state_layers and stop > self.known_states:
+        if self._speculator.description.hidden_state_layers and stop > self.known_states:
             self._speculator.context(Context(self.key, self.known_states, self.states()[self.known_states : stop]))
             self.known_states = stop
 
     def commit(self, tokens: Sequence[int], states: Tensor | None = None) -> None:
         """Commit tokens, with the states that they were drawn from if the states before were sent."""
         base = self.tree.position
-        if self._speculator.hidden_state_layers and self.known_states == base:
+        if self._speculator.description.hidden_state_layers and self.known_states == base:
             self.known_states = base + len(tokens)
             states = self.states([*self.tokens, *tokens])[base : self.known_states]
         super().commit(tokens, states)
@@ -58,7 +58,7 @@ class Feeding(DraftedRequest):
         self._network(torch.tensor([tokens or self.tokens]))
         for hook in hooks:
             hook.remove()
-        return torch.stack([layers[n] for n in self._speculator.hidden_state_layers], 1)
+        return torch.stack([layers[n] for n in self._speculator.description.hidden_state_layers], 1)
 
 
 def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A head's network run as `paceline.drafting.heads.head_speculator` runs it, and compared row by row with a formula."""
+"""A head's network run as `paceline.drafting.best_first` runs it, and compared row by row with a formula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rounds:
         self._network, self._formula, self._tolerance = network, formula, tolerance
         vocabulary, width = formula.embedding.shape
         generator = torch.Generator().manual_seed(17)
-        layers = len(network.hidden_state_layers)
+        layers = len(network.description.hidden_state_layers)
         self._states = torch.randn(PROMPT + len(COMMITTED), layers, width, generator=generator)
         self._tokens = torch.randint(vocabulary, (PROMPT + 1,), generator=generator).tolist()
         self._table = SlotTable()

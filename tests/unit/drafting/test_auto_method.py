@@ -72,7 +72,7 @@ def test_a_deployment_chooses_before_anything_starts() -> None:
 
 def test_a_draft_worker_chooses_what_its_target_chooses() -> None:
     speculator = load_draft(AUTO, EngineConfig(), TARGET)
-    assert (speculator.method, Path(speculator.model).name) == ("draft_model", DRAFT)
+    assert (speculator.description.method, Path(speculator.description.model).name) == ("draft_model", DRAFT)
     with pytest.raises(StartError, match="the speculator cannot be built: method auto without a `model`"):
         load_draft(AUTO, EngineConfig(), None)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.config import SamplingParams
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.sampling import draw
-from paceline.drafting.cached_speculator import PREFILL_ROWS
+from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.drafting.speculator import Limit, Opening
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head
@@ -189,7 +189,7 @@ class TestLimits:
             assert max((p for p in chosen if len(p) == 1), key=chosen.__getitem__) in expanded
 
     def test_no_guess_is_at_or_beyond_the_targets_last_position(self, method: Method) -> None:
-        if limit := method.speculator.position_limit:
+        if limit := method.speculator.description.position_limit:
             assert max(len(path) for path, _ in method.request(prompt_of(limit - 2)).grow()) == 2
         else:
             assert method.name in STATELESS

@@ -17,8 +17,8 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.core.growth import Growth
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.tree import ROOT
-from paceline.drafting.cached_speculator import PREFILL_ROWS, round_robin
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.best_first import BestFirstRequest
+from paceline.drafting.network_speculator import PREFILL_ROWS, NetworkSpeculator, round_robin
 from paceline.drafting.speculator import Commit, DraftError, Opening
 from paceline.engine.draft_client import LocalDraftClient
 from paceline.model import Model
@@ -27,6 +27,7 @@ from paceline.model.model import ModelOutput
 from paceline.model.rows import GROUP
 from paceline.model.rows import Row as ModelRow
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.drafts import model_draft
 from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.unit.drafting.drafted import GREEDY, DraftedRequest, decoded, drawn_tokens, finished
 
@@ -52,11 +53,11 @@ class Recording(TableModel):
 
 def table(
     width: int, slots: int = 2048, positions: int = 2048, cost: RowCost | None = None, least: float = 0.0
-) -> DraftModelSpeculator:
-    return DraftModelSpeculator(Recording(slots, positions), width, cost, least)
+) -> NetworkSpeculator[BestFirstRequest]:
+    return model_draft(Recording(slots, positions), width, cost, least)
 
 
-def rounds(draft: DraftModelSpeculator) -> Iterator[dict[int, Growth]]:
+def rounds(draft: NetworkSpeculator[BestFirstRequest]) -> Iterator[dict[int, Growth]]:
     """Until there is nothing more to draft."""
     while (grown := draft.grow()) or draft.behind:
         yield grown
@@ -69,7 +70,7 @@ def expanded(grown: dict[int, Growth]) -> dict[int, int]:
 
 @pytest.mark.parametrize("prompt", [PROMPT, [1], [2, 2, 2], list(range(64)), [*range(64), 9]])
 def test_a_chain_at_temperature_0_is_the_drafts_greedy_continuation(llama: Model, prompt: list[int]) -> None:
-    request = finished(DraftModelSpeculator(llama, 1), prompt)
+    request = finished(model_draft(llama, 1), prompt)
     assert max(request.guesses(), key=len) == tuple(decoded(llama, prompt, GREEDY, 6))
     assert request.tree.size == 6
 
@@ -77,7 +78,7 @@ def test_a_chain_at_temperature_0_is_the_drafts_greedy_continuation(llama: Model
 @pytest.mark.parametrize("params", LAWS)
 def test_a_draft_that_is_the_target_predicts_every_draw(llama: Model, params: SamplingParams) -> None:
     """With noise and penalties, the likeliest child of every node is the target's draw."""
-    likeliest = finished(DraftModelSpeculator(llama, 3), PROMPT, sampling=params).likeliest()
+    likeliest = finished(model_draft(llama, 3), PROMPT, sampling=params).likeliest()
     assert likeliest
     assert likeliest == decoded(llama, PROMPT, params, len(likeliest))
 
@@ -162,7 +163,7 @@ class TestFairness:
 
     def test_no_more_slots_than_needed_are_taken_from_the_link_that_holds_the_most(self) -> None:
         model = Recording(slots=300)
-        draft = DraftModelSpeculator(model, 2)
+        draft = model_draft(model, 2)
         for key in range(2, 6):
             finished(draft, [key] * 10, key=key, depth=4, link=1)
         finished(draft, [1] * 40, key=1, depth=5, link=2)  # the largest tree, on the link with fewer slots
@@ -226,7 +227,7 @@ class TestLimits:
 
     def test_a_paused_request_is_not_computed_and_goes_on_at_once(self) -> None:
         model = Recording()
-        draft = DraftModelSpeculator(model, 2)
+        draft = model_draft(model, 2)
         paused = DraftedRequest(draft, PROMPT)
         paused.limit(0, 0)
         other = finished(draft, [*PROMPT, 7], key=2, depth=2)
@@ -269,7 +270,7 @@ class TestCommits:
     def test_guesses_after_any_commits_are_those_of_a_fresh_start(self, llama: Model, seed: int) -> None:
         """Bit for bit: the cache holds nothing stale."""
         rng = random.Random(seed)
-        draft = DraftModelSpeculator(llama, 2)
+        draft = model_draft(llama, 2)
         limits = {"sampling": LAWS[seed], "depth": 5, "nodes": 40}
         request = DraftedRequest(draft, PROMPT, **limits)
         for _ in range(30):
@@ -297,7 +298,7 @@ class TestRewinding:
         rng = random.Random(length)
         tokens, rest = rng.choices(range(VOCABULARY), k=130), rng.choices(range(VOCABULARY), k=more)
         for params in (GREEDY, SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.4)):
-            draft = DraftModelSpeculator(llama, 2)
+            draft = model_draft(llama, 2)
             request = finished(draft, tokens[:60], sampling=params)
             request.commit(tokens[60:])
             request.grow()
@@ -309,14 +310,14 @@ class TestRewinding:
             draft.check_integrity()
             known = draft.tree(1)
             kept = [*tokens[:length], *rest]
-            fresh = finished(DraftModelSpeculator(llama, 2), kept, sampling=params, output=len(kept) - min(60, length))
+            fresh = finished(model_draft(llama, 2), kept, sampling=params, output=len(kept) - min(60, length))
             assert {known.tokens[n]: known.log_prob(n) for n in known.children(ROOT)} == fresh.children()
 
 
 class TestSlots:
     def test_a_request_that_cannot_fit_takes_no_slots(self) -> None:
         model = Recording(slots=40)
-        draft = DraftModelSpeculator(model, 2)
+        draft = model_draft(model, 2)
         finished(draft, PROMPT, depth=4)
         model.passes.clear()
         with pytest.raises(DraftError, match="out of slots: 41 needed, 32 of 40 free"):

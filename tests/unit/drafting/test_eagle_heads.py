@@ -269,7 +269,7 @@ def test_a_variant_computes_the_formula(name: str, target: TargetWeights, tmp_pa
     if name in VOCABULARIES:
         assert (None if head.ids is None else head.ids.tolist()) == VOCABULARIES[name]
     if name == "eagle3, the final state alone":
-        assert head.hidden_state_layers == (LAYERS + 1,)
+        assert head.description.hidden_state_layers == (LAYERS + 1,)
 
 
 @pytest.mark.parametrize("name", ["eagle, a bias that is not configured", "eagle3, original names"])
@@ -280,7 +280,7 @@ def test_a_head_runs_in_the_targets_dtype(name: str, tmp_path: Path) -> None:
 def test_the_heads_own_limit_of_positions_does_not_count(target: TargetWeights, tmp_path: Path) -> None:
     """Configurations name 2048 positions, and the heads work far beyond."""
     save_head(tmp_path, PLAIN, llama_config(max_position_embeddings=16))
-    assert eagle3.Eagle3Network(Checkpoint(tmp_path), target, 256).position_limit == 512
+    assert eagle3.Eagle3Network(Checkpoint(tmp_path), target, 256).description.position_limit == 512
 
 
 BOTH = "eagle_aux_hidden_state_layer_ids"
@@ -312,7 +312,7 @@ class TestLayers:
         tmp_path: Path,
     ) -> None:
         checkpoint = Checkpoint(save_head(tmp_path, PLAIN, llama_config(**keys)))
-        assert eagle3.Eagle3Network(checkpoint, target, 256, layers=users).hidden_state_layers == layers
+        assert eagle3.Eagle3Network(checkpoint, target, 256, layers=users).description.hidden_state_layers == layers
 
     @torch.no_grad()
     def test_the_target_gives_what_enters_the_next_layer(self) -> None:

@@ -96,10 +96,14 @@ class TestHiddenStates:
 def test_a_speculator_describes_itself(method: str, head: Speculator, target: TargetWeights, tmp_path: Path) -> None:
     config = SpeculativeConfig(method=method, model=str(tmp_path))  # type: ignore[arg-type]
     layers = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 3)}.get(method, (3,))
-    assert (head.method, head.model, head.vocabulary_fingerprint) == (method, tmp_path.name, "print")
-    assert head.vocabulary_size == VOCABULARY
-    assert head.position_limit == (0 if method in ("medusa", "mlp_speculator") else POSITIONS)
-    assert tuple(head.hidden_state_layers) == layers
+    assert (head.description.method, head.description.model, head.description.vocabulary_fingerprint) == (
+        method,
+        tmp_path.name,
+        "print",
+    )
+    assert head.description.vocabulary_size == VOCABULARY
+    assert head.description.position_limit == (0 if method in ("medusa", "mlp_speculator") else POSITIONS)
+    assert tuple(head.description.hidden_state_layers) == layers
     assert tuple(hidden_state_layers(config, EngineConfig(slots=256), lambda: target)) == layers
 
 

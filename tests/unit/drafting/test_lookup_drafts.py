@@ -20,23 +20,23 @@ from paceline.core.tree import ROOT
 from paceline.drafting import Speculator, build_lookups
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.methods import ngram as ngram_module
-from paceline.drafting.methods.ngram import FIRST_TOKEN_PROBABILITY, NEXT_TOKEN_PROBABILITY, NGramSpeculator
-from paceline.drafting.methods.suffix import SuffixSpeculator
-from paceline.drafting.methods.suffix_outputs import FinishedOutputs
+from paceline.drafting.methods.ngram import FIRST_TOKEN_PROBABILITY, NEXT_TOKEN_PROBABILITY
+from paceline.drafting.methods.suffix import FinishedOutputs
 from paceline.drafting.methods.suffix_tree import CACHE_CHILDREN_FROM, SuffixTree
+from tests.helpers.drafts import ngram_draft, suffix_draft
 from tests.unit.drafting.drafted import DraftedRequest, finished
 
 A, B, C, D, E, X, Y, Z = range(8)
 Leaves = list[tuple[list[int], float]]
 
 
-def ngram(least: int = 1, most: int = 3, width: int = 1) -> NGramSpeculator:
-    return NGramSpeculator(least, most, width)
+def ngram(least: int = 1, most: int = 3, width: int = 1) -> Speculator:
+    return ngram_draft(least, most, width)
 
 
-def suffix(width: int = 1, **settings: Any) -> SuffixSpeculator:
+def suffix(width: int = 1, **settings: Any) -> Speculator:
     keys = {f"suffix_decoding_{key}": value for key, value in settings.items()}
-    return SuffixSpeculator(SpeculativeConfig.model_validate({"method": "suffix", "tree_width": width} | keys))
+    return suffix_draft(SpeculativeConfig.model_validate({"method": "suffix", "tree_width": width} | keys))
 
 
 def drafted(speculator: Speculator, tokens: Sequence[int], depth: int = 10, nodes: int = 100) -> Leaves:

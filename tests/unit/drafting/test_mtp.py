@@ -65,9 +65,9 @@ def test_a_familys_layer_computes_the_formula(family: str, tmp_path: Path) -> No
     ours = network(tmp_path, family, tensors)
     compare(ours, formula(family, tensors), EXACT)
     if family in IN_THE_TARGET:
-        assert ours.model == tmp_path.name
-    assert ours.hidden_state_layers == (3,), "behind the final norm of two layers"
-    assert (ours.position_limit, ours.slots, ours.ids) == (512, SLOTS, None)
+        assert ours.description.model == tmp_path.name
+    assert ours.description.hidden_state_layers == (3,), "behind the final norm of two layers"
+    assert (ours.description.position_limit, ours.slots, ours.ids) == (512, SLOTS, None)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])

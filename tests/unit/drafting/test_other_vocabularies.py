@@ -13,10 +13,8 @@ from tokenizers import normalizers
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.sampling import scores
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import DraftError, Limit
 from paceline.drafting.vocabulary.draft_transcript import LONGEST_TAIL, DraftTranscript
-from paceline.drafting.vocabulary.intersection_speculator import IntersectionSpeculator
 from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.stable_tokens import StableTokens
 from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary, VocabularyMapping
@@ -25,6 +23,7 @@ from paceline.model.loading import build
 from paceline.model.rows import Row
 from paceline.text import Tokenizer
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.drafts import intersection_draft, model_draft
 from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.helpers.vocabularies import (
     TALE,
@@ -72,7 +71,7 @@ class Retokenizing:
 
     def __init__(self, target: Vocabulary, model: Reciter, draft: Vocabulary, width: int = 2) -> None:
         self.model = model
-        self.inner = DraftModelSpeculator(model, width, least_path_probability=0.02)
+        self.inner = model_draft(model, width, least_path_probability=0.02)
         self.draft = RetokenizingSpeculator(self.inner, VocabularyMapping.between(target, draft))
 
 
@@ -88,8 +87,8 @@ class TestIntersection:
         """It predicts every draw, so ids, noise and positions are the target's."""
         limits = {"sampling": params, "depth": 4, "nodes": 200}
         output = decoded(llama(), PROMPT, params, 40)
-        itself = accepted(DraftedRequest(DraftModelSpeculator(llama(), 1), PROMPT, **limits), output)
-        mapped = IntersectionSpeculator(llama(permuted=True), PERMUTED, 1)
+        itself = accepted(DraftedRequest(model_draft(llama(), 1), PROMPT, **limits), output)
+        mapped = intersection_draft(llama(permuted=True), PERMUTED, 1)
         assert accepted(DraftedRequest(mapped, PROMPT, **limits), output) == itself
         if params.greedy or (not params.top_k and params.top_p == 1 and not params.frequency_penalty):
             assert itself == (32, 8), "4 of 5 tokens are guessed, the fifth is the target's bonus"
@@ -98,7 +97,7 @@ class TestIntersection:
     def test_tokens_outside_it_are_written_and_never_guessed(self, params: SamplingParams) -> None:
         """The draft has more input tokens than the target; noise uses the target's positions."""
         tokens = [20, 3, 9, *PROMPT]
-        request = finished(IntersectionSpeculator(llama(), PARTIAL, 2), tokens, sampling=params, depth=4, nodes=400)
+        request = finished(intersection_draft(llama(), PARTIAL, 2), tokens, sampling=params, depth=4, nodes=400)
         tree, model = request.tree, llama()
         assert max(tree.depths) == 4
         for node in (0, *tree.nodes()):
@@ -110,7 +109,7 @@ class TestIntersection:
     @pytest.mark.parametrize("seed", range(4))
     def test_guesses_after_any_commits_are_those_of_a_fresh_start(self, seed: int) -> None:
         rng = random.Random(seed)
-        draft = IntersectionSpeculator(llama(), PARTIAL, 2)
+        draft = intersection_draft(llama(), PARTIAL, 2)
         limits = {"sampling": LAWS[seed], "depth": 4, "nodes": 400}
         request = DraftedRequest(draft, PROMPT, **limits)
         for _ in range(20):
@@ -126,7 +125,7 @@ class TestIntersection:
     def test_positions_that_end_are_the_drafts(self) -> None:
         """The prompt takes eight of ten positions, which leaves a node and its child."""
         model = TableModel(VOCABULARY, 512, 10)
-        draft = IntersectionSpeculator(model, PARTIAL, 1)
+        draft = intersection_draft(model, PARTIAL, 1)
         assert PARTIAL.to_draft_tokens([20, 3, 9, 1, 1]) == [5, 5, 5, 3, 7, 61, 1, 1]
         assert finished(draft, [20, 3, 9, 1, 1]).tree.size == 2
         draft.close(1)
@@ -166,9 +165,9 @@ class TestRetokenizing:
     def test_the_same_network_with_its_vocabulary_permuted_guesses_what_the_target_would(self) -> None:
         """Each token is a number, so a text has one encoding. The log-probabilities of a path are the draft's."""
         output = decoded(llama(), PROMPT, GREEDY, 40)
-        chain = RetokenizingSpeculator(DraftModelSpeculator(llama(permuted=True), 1), PERMUTED)
+        chain = RetokenizingSpeculator(model_draft(llama(permuted=True), 1), PERMUTED)
         assert accepted(DraftedRequest(chain, PROMPT, depth=4, nodes=200), output) == (32, 8)
-        own, other = (DraftModelSpeculator(llama(permuted=each), 2, None, 0.01) for each in (False, True))
+        own, other = (model_draft(llama(permuted=each), 2, None, 0.01) for each in (False, True))
         mapped = finished(RetokenizingSpeculator(other, PERMUTED), PROMPT, depth=4, nodes=100)
         assert mapped.guesses() == pytest.approx(finished(own, PROMPT, depth=4, nodes=100).guesses(), abs=1e-4)
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig
+from paceline.drafting.block import BlockRequest
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.heads.dflash_config import configured_layers
 from paceline.drafting.methods import dflash, pard, peagle
-from paceline.drafting.methods.pard import PardSpeculator
+from paceline.drafting.network_speculator import NetworkSpeculator
 from paceline.drafting.speculator import DraftError, Speculator
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.loading import build
@@ -38,6 +39,7 @@ from tests.helpers.parallel import (
     MASK,
     PEAGLE,
     dflash_tensors,
+    pard_draft,
     peagle_tensors,
     reduced_vocabulary,
     save,
@@ -156,7 +158,9 @@ def test_a_block_guesses_from_its_anchor_or_after_it(first: int, tmp_path: Path)
 def test_the_last_layer_is_normed_in_the_original_format_alone(
     config: dict[str, Any], layers: tuple[int, ...], tmp_path: Path
 ) -> None:
-    assert build_head(save(tmp_path, config, dflash_tensors()).folder, "dflash").hidden_state_layers == layers
+    assert (
+        build_head(save(tmp_path, config, dflash_tensors()).folder, "dflash").description.hidden_state_layers == layers
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,8 +259,8 @@ class Recording(TableModel):
         return super().run(rows, wanted, hidden_layers)
 
 
-def drafting(model: TableModel, ahead: int = 4, width: int = 1) -> PardSpeculator:
-    return PardSpeculator(model, MASK, ahead, width)
+def drafting(model: TableModel, ahead: int = 4, width: int = 1) -> NetworkSpeculator[BlockRequest]:
+    return pard_draft(model, ahead, width)
 
 
 def opened(speculator: Speculator, tokens: Sequence[int] = PROMPT, **limits: int) -> Feeding:
@@ -315,7 +319,7 @@ class TestPasses:
         assert len(order) == 6
 
     def test_masks_use_free_slots_and_free_them(self) -> None:
-        speculator = PardSpeculator(build(peaked_llama(), "llama", EngineConfig(slots=256), "", []), MASK, 4, 1)
+        speculator = pard_draft(build(peaked_llama(), "llama", EngineConfig(slots=256), "", []), 4, 1)
         request = opened(speculator, [1] * 253)
         assert len(request.grow()) == 4
         speculator.check_integrity()

@@ -14,8 +14,8 @@ from paceline.config import SamplingParams
 from paceline.core.logits_rules import History
 from paceline.core.sampling import scores
 from paceline.core.tree import ROOT, TokenTree
+from paceline.drafting.block import draw_rows, grow_product_tree
 from paceline.drafting.draw_prediction import RankedTokens, predict_draws
-from paceline.drafting.product_tree import draw_rows, grow_product_tree
 from tests.helpers.llamas import LAWS, VOCABULARY
 
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -30,6 +30,8 @@ from paceline.drafting import (
     methods,
 )
 from paceline.drafting.method_registry import method_hook
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from tests.helpers.method_recipes import RECIPES
 from tests.helpers.seen import nodes_of, root_of
@@ -61,12 +63,12 @@ class Target:
         self.speculator.open(opening)
         self.openings[key] = opening
         self.trees[key] = TokenTree(len(tokens) - 1, tokens[-1])
-        if self.speculator.hidden_state_layers and len(tokens) > 1:
+        if self.speculator.description.hidden_state_layers and len(tokens) > 1:
             self.speculator.context(Context(key, 0, self.states(len(tokens) - 1)))
 
     def commit(self, key: int, tokens: Sequence[int]) -> None:
         tree = self.trees[key]
-        states = self.states(len(tokens)) if self.speculator.hidden_state_layers else None
+        states = self.states(len(tokens)) if self.speculator.description.hidden_state_layers else None
         commit = Commit(key, tree.position, tokens, len(tree.match(tokens)), states)
         tree.commit(tokens)
         self.speculator.commit(commit)
@@ -98,8 +100,9 @@ class Target:
         tree, opening = self.trees[key], self.openings[key]
         assert tree.size <= opening.max_nodes
         assert max(tree.depths) <= opening.max_depth
+        size = self.speculator.description.vocabulary_size or VOCABULARY
         for node in (root_of(tree), *nodes_of(tree)):
-            assert all(0 <= token < (self.speculator.vocabulary_size or VOCABULARY) for token in node.children)
+            assert all(0 <= token < size for token in node.children)
             assert all(child.log_prob <= 0 for child in node.children.values())
 
     def grow_all(self) -> int:
@@ -119,8 +122,8 @@ class Target:
         getattr(self.speculator, "check_integrity", lambda: None)()
 
     def states(self, count: int) -> Tensor:
-        generator = torch.Generator().manual_seed(count)
-        return torch.randn(count, len(self.speculator.hidden_state_layers), self.hidden_size, generator=generator)
+        generator, layers = torch.Generator().manual_seed(count), len(self.speculator.description.hidden_state_layers)
+        return torch.randn(count, layers, self.hidden_size, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -171,26 +174,24 @@ def test_every_module_of_a_method_is_registered() -> None:
     assert set(get_args(Method)) == {"none", "auto", "detect", "pool", *METHODS}
 
 
-def test_the_documented_tree_of_classes_is_the_code_s(built: Built) -> None:
-    """Every base of a method stands in it, below its own base."""
-    tree = (drafting.__doc__ or "").split("\n\n")[1]
-    bases = [(len(line) - len(line.lstrip()), line.split()[0]) for line in tree.splitlines()]
-    below: dict[str, str] = {}
-    for i, (indent, name) in enumerate(bases[1:], 1):
-        below[name] = next(base for before, base in reversed(bases[:i]) if before < indent)
-    for kind in type(built.speculator).__mro__:
-        own = [base.__name__ for base in kind.__bases__ if issubclass(base, Speculator)]
-        if kind.__name__ in below:
-            assert [below[kind.__name__]] == own
-        elif own:
-            assert own[0] in {"Speculator", *below}
+def test_the_documented_parts_are_the_code_s(built: Built) -> None:
+    """The row of every method names its speculator, its way to grow and its network."""
+    rows = [line.split() for line in (drafting.__doc__ or "").split("\n\n")[1].splitlines()]
+    speculator: Any = built.speculator
+    for row in rows:
+        if row[0] == built.method and not isinstance(speculator, RetokenizingSpeculator):
+            assert row[1] == type(speculator).__name__
+            if isinstance(speculator, NetworkSpeculator):
+                assert row[2] == type(speculator._way).__name__
+                assert type(speculator._network).__name__ in " ".join(row[3:]).replace(",", "").split()
+    assert {row[0] for row in rows[1:]} | {"custom_class"} == METHODS.keys()
 
 
 def test_the_registered_facts_are_the_speculators(built: Built) -> None:
     if built.method != "custom_class":
-        assert built.speculator.method == built.method
+        assert built.speculator.description.method == built.method
     layers = hidden_state_layers(built.config, ENGINE, built.target_weights)
-    assert tuple(layers) == tuple(built.speculator.hidden_state_layers)
+    assert tuple(layers) == tuple(built.speculator.description.hidden_state_layers)
     assert built.config.enabled
 
 
@@ -257,7 +258,7 @@ class TestCommits:
         target.grow_all()
 
     def test_what_is_not_open_is_ignored(self, target: Target) -> None:
-        states = target.states(1) if target.speculator.hidden_state_layers else None
+        states = target.states(1) if target.speculator.description.hidden_state_layers else None
         target.open(1)
         target.close(1)
         for key in (1, 99):
@@ -278,7 +279,7 @@ class TestCommits:
             target.speculator.commit(Commit(1, base + offset, [1], 0))
 
     def test_tokens_outside_the_vocabulary_are_refused(self, target: Target) -> None:
-        size = target.speculator.vocabulary_size
+        size = target.speculator.description.vocabulary_size
         target.open(2)
         for token in (-1, size) if size else ():
             with pytest.raises(DraftError, match=f"outside the vocabulary of {size}"):
@@ -300,7 +301,7 @@ class TestCommits:
         assert target.paths(1) == pytest.approx(target.paths(2), abs=1e-4)
 
     def test_a_gap_in_the_hidden_states_is_refused(self, target: Target) -> None:
-        if target.speculator.hidden_state_layers:
+        if target.speculator.description.hidden_state_layers:
             target.open(1)
             with pytest.raises(DraftError, match=f"position 99, but not of {len(PROMPT) - 1} before"):
                 target.speculator.context(Context(1, 99, target.states(2)))

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.drafting.draw_prediction import MAX_ROWS
-from paceline.drafting.heads.medusa_heads import load_medusa
 from paceline.drafting.heads.mlp_network import load_mlp_speculator
 from paceline.drafting.methods import medusa, mlp_speculator
-from paceline.drafting.methods.mlp_speculator import MlpSpeculator
-from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
+from paceline.drafting.methods.medusa import load_medusa
+from paceline.drafting.methods.mlp_speculator import Levels
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import Commit, Context, DraftError, DraftingLimits, Limit, Opening, Speculator
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.target_weights import TargetWeights
 from tests.helpers.head_checkpoints import HIDDEN, read_tensors, save_head, seeded, without
@@ -249,7 +250,7 @@ def test_trained_medusa_heads_are_served_alike(tmp_path: Path, target: TargetWei
     module, reading = trained("medusa", tmp_path)
     assert medusa.matches(Checkpoint(tmp_path))
     heads = load_medusa(Checkpoint(tmp_path), target)
-    for step, logits in enumerate(module(reading, len(heads))):
+    for step, logits in enumerate(module(reading, heads.tokens_per_pass)):
         served = heads(reading.states_BLSH[:, : logits.shape[1], 0].flatten(0, 1))[:, step]
         torch.testing.assert_close(served, logits.flatten(0, 1))
 
@@ -379,8 +380,8 @@ class TestState:
         states = seeded(ROOT, 1, HIDDEN)
         speculator.context(Context(1, 0, states))
         [request] = speculator._requests.values()
-        assert request.state.untyped_storage().nbytes() == HIDDEN * 4
-        assert torch.equal(request.state, states[-1, 0])
+        assert request.states.last.untyped_storage().nbytes() == HIDDEN * 4
+        assert torch.equal(request.states.last, states[-1])
 
     @pytest.mark.parametrize("shape", [(2, 1, 32), (2, 2, HIDDEN), (2, HIDDEN)])
     def test_another_shape_is_refused(self, speculator: Speculator, shape: Sequence[int]) -> None:
@@ -437,7 +438,7 @@ class TestRounds:
         rows: list[int] = []
         step = network.step
         monkeypatch.setattr(network, "step", lambda *inputs: (rows.append(len(inputs[2])), step(*inputs))[1])
-        request = Feeding(MlpSpeculator(network, target, 3), NETWORK, PROMPT, nodes=7)
+        request = Feeding(NetworkSpeculator(Levels(network, DraftingLimits(3))), NETWORK, PROMPT, nodes=7)
         request.tell()
         assert len(request.grow()) == 7
         assert rows == [1, 2], "after the root's three children the tree lacks four nodes"

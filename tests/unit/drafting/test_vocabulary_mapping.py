@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from paceline.drafting.vocabulary.intersection_speculator import IntersectionSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import MIN_COMMON_TOKENS, Vocabulary, VocabularyMapping
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.drafts import intersection_draft
 from tests.helpers.vocabularies import byte_level, metaspace, numbered, text_of, vocabulary
 
 BYTES, SPACES = vocabulary(byte_level()), vocabulary(metaspace())
@@ -129,9 +129,9 @@ class TestRefusals:
             mapping = VocabularyMapping.between(numbered(range(50), "big"), numbered(range(50 - count, 90), "small"))
             assert len(mapping.common) == count
             if count == MIN_COMMON_TOKENS:
-                IntersectionSpeculator(model, mapping, 3)
+                intersection_draft(model, mapping, 3)
         with pytest.raises(ValueError, match=f"of big and its draft small have only {count} tokens in common: choose"):
-            IntersectionSpeculator(model, mapping, 3)
+            intersection_draft(model, mapping, 3)
 
     @pytest.mark.parametrize(
         ("config", "message"),

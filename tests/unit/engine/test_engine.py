@@ -15,7 +15,6 @@ from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, Spe
 from paceline.core.growth import Growth
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import RowCost, StepCost
-from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient, PollResult
 from paceline.engine.draft_gate import DraftGate
@@ -28,6 +27,7 @@ from paceline.model.rows import Row
 from paceline.telemetry.step_stats import StepStats
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services.target.engine_process import model_facts
+from tests.helpers.drafts import model_draft
 from tests.helpers.engine_runs import run
 from tests.helpers.targets import FREE
 
@@ -146,7 +146,7 @@ def engine(
 
 
 def local(disagreement: float = 0.2, width: int = 2, slots: int = SLOTS) -> LocalDraftClient:
-    return LocalDraftClient(DraftModelSpeculator(table(disagreement, slots), width))
+    return LocalDraftClient(model_draft(table(disagreement, slots), width))
 
 
 def generation_request(
@@ -465,7 +465,7 @@ class TestCosts:
         def tick(_: int) -> None:
             now[0] += 0.25
 
-        draft = Slow(DraftModelSpeculator(table(0.1), 2))
+        draft = Slow(model_draft(table(0.1), 2))
         served(
             engine(draft, model=Watched(tick), clock=lambda: now[0]),
             generation_request(prompt=9, output=40),
@@ -515,7 +515,7 @@ class TestCosts:
         def tick(_: int) -> None:
             now[0] += 1.0
 
-        draft = ConcurrentDraft(DraftModelSpeculator(table(), 1))
+        draft = ConcurrentDraft(model_draft(table(), 1))
         target = engine(draft, model=Watched(tick), clock=lambda: now[0], speculation={"num_speculative_tokens": 2})
         result = served(target, generation_request(output=60))["a"]
         assert result.speculation is not None

@@ -20,8 +20,9 @@ from torch import Tensor
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.heads.head_speculator import HeadSpeculator
-from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
+from paceline.drafting.best_first import BestFirstRequest
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import Commit, Context, DraftDescription, DraftError, Limit, Opening, Speculator
 from paceline.engine.draft_gate import DraftGate
 from paceline.engine.draft_manager import MAX_HIDDEN_STATES_SENT
 from paceline.engine.engine import Engine
@@ -47,19 +48,19 @@ Guesses = dict[tuple[int, ...], float]
 class HeadClient:
     """The target's side of one request at a head. The request's tokens are the first of TOKENS."""
 
-    def __init__(self, head: HeadSpeculator, length: int = PROMPT, key: int = 1) -> None:
+    def __init__(self, head: NetworkSpeculator[BestFirstRequest], length: int = PROMPT, key: int = 1) -> None:
         self.head, self.key, self.length = head, key, length
         self.tree = TokenTree(length - 1, TOKENS[length - 1])
         head.open(Opening(key, TOKENS[:length], 0, GREEDY, 3, 1000))
 
     def context(self, start: int, stop: int) -> None:
-        layers = len(self.head.hidden_state_layers)
+        layers = len(self.head.description.hidden_state_layers)
         self.head.context(Context(self.key, start, STATES[start:stop, :layers]))
 
     def commit(self, length: int, *, states: bool = True) -> None:
         """All tokens up to this many."""
         base, tokens = self.length - 1, TOKENS[self.length : length]
-        layers = len(self.head.hidden_state_layers)
+        layers = len(self.head.description.hidden_state_layers)
         hidden_states = STATES[base : length - 1, :layers] if states else None
         self.length = length
         self.tree.commit(tokens)
@@ -78,7 +79,7 @@ class HeadClient:
         return {tuple(n.token for n in node.path()): node.log_prob for node in nodes_of(self.tree) if node not in known}
 
 
-Make = Callable[..., HeadSpeculator]
+Make = Callable[..., NetworkSpeculator[BestFirstRequest]]
 
 
 @pytest.fixture(params=["eagle", "eagle3", "mtp"])
@@ -86,9 +87,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Heads of the same weights."""
     folder, method = save_method(tmp_path, request.param), request.param
 
-    def head() -> HeadSpeculator:
+    def head() -> NetworkSpeculator[BestFirstRequest]:
         speculator = build_head(folder, method, slots=512)
-        assert isinstance(speculator, HeadSpeculator)
+        assert isinstance(speculator, NetworkSpeculator)
         return speculator
 
     return head
@@ -181,7 +182,7 @@ def run(client: HeadClient, steps: Sequence[Step]) -> HeadClient:
     return client
 
 
-def undisturbed(head: HeadSpeculator) -> Guesses:
+def undisturbed(head: NetworkSpeculator[BestFirstRequest]) -> Guesses:
     guesses = run(HeadClient(head), DISTURBANCES["opened again"][-2:]).grow()
     assert len(guesses) == 2 + 4 + 8
     return guesses
@@ -230,8 +231,7 @@ class Recorder(Speculator):
     It drafts the last token again, so that steps have branches and commits are longer than one token.
     """
 
-    method = "custom"
-    hidden_state_layers = (0, 4, 9)
+    description = DraftDescription("custom", hidden_state_layers=(0, 4, 9))
 
     def __init__(self) -> None:
         self.openings: list[tuple[int, int, list[Tensor]]] = []
@@ -321,7 +321,7 @@ def undisturbed_states(model: Model, tokens: Sequence[int]) -> Tensor:
     slot_table = SlotTable()
     slot_table.slots = list(range(1, len(tokens) + 1))
     rows = [slot_table.row(token, i) for i, token in enumerate(tokens)]
-    hidden = model.run(rows, [], Recorder.hidden_state_layers).hidden
+    hidden = model.run(rows, [], Recorder.description.hidden_state_layers).hidden
     assert hidden is not None
     return hidden
 

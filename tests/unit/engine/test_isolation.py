@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.drafting.methods.suffix import SuffixSpeculator
 from paceline.drafting.speculator import Opening
 from paceline.engine.draft_client import LocalDraftClient
 from paceline.engine.engine import Engine
@@ -16,6 +15,7 @@ from paceline.wire.draft_codec import decode_draft_frame, encode_opening
 from paceline.wire.link_errors import WireError
 from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.drafts import suffix_draft
 from tests.helpers.engine_runs import run
 from tests.helpers.targets import FREE
 
@@ -36,7 +36,7 @@ def opened(salt: str) -> draft_pb2.DraftFrame:
 @pytest.mark.parametrize(("first", "second"), [("a", "b"), ("", "b"), ("a", "")])
 def test_another_salt_finds_nothing_and_gets_the_same_tokens(first: str, second: str) -> None:
     """Suffix decoding learns from the answers of its own salt alone."""
-    drafting = LocalDraftClient(SuffixSpeculator(SPECULATION))
+    drafting = LocalDraftClient(suffix_draft(SPECULATION))
     target = Engine(TableModel(500, 512, 512), EngineConfig(slots=512), SPECULATION, drafting, FREE)
     answers: list[Delta] = []
     for salt in (first, second, first):

@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 
 from paceline.drafting.checkpoint_detection import method_of_checkpoint
 from paceline.drafting.heads.head_network import HeadNetwork
-from paceline.drafting.heads.medusa_heads import load_medusa
 from paceline.drafting.heads.mlp_network import load_mlp_speculator
 from paceline.drafting.methods.eagle import EagleNetwork
 from paceline.drafting.methods.eagle3 import Eagle3Network
+from paceline.drafting.methods.medusa import load_medusa
 from paceline.drafting.methods.mtp import load_mtp
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.rows import SlotTable
@@ -183,7 +183,7 @@ def test_a_few_steps_teach_a_head_something(method: str, tmp_path: Path) -> None
     assert method_of_checkpoint(checkpoint) == method
     if method in NETWORKS:
         network = NETWORKS[method](checkpoint, target_weights(), 256)
-        assert tuple(network.hidden_state_layers) == tuple(RECIPES[method].layers(LAYERS))
+        assert tuple(network.description.hidden_state_layers) == tuple(RECIPES[method].layers(LAYERS))
         with torch.no_grad():
             [logits] = chain(network, reading, 20, 1)
             step_logits = head(reading, 1)[0][0, 20]
@@ -196,9 +196,9 @@ def test_medusa_heads_are_trained_on_what_they_guess(tmp_path: Path) -> None:
     save_unrounded(head, "medusa", tmp_path)
     checkpoint = Checkpoint(tmp_path)
     served, reading = load_medusa(checkpoint, target_weights()), reader.read(rows(2))
-    assert len(served) == RECIPES["medusa"].steps == checkpoint.config["medusa_num_heads"]
+    assert served.tokens_per_pass == RECIPES["medusa"].steps == checkpoint.config["medusa_num_heads"]
     served_logits = served(reading.states_BLSH[:, :, 0].flatten(0, 1)).unflatten(0, (2, LENGTH))
-    for step, step_logits in enumerate(head(reading, len(served))):
+    for step, step_logits in enumerate(head(reading, served.tokens_per_pass)):
         assert step_logits.shape[1] == LENGTH - 1 - step
         torch.testing.assert_close(step_logits, served_logits[:, : step_logits.shape[1], step], rtol=1e-4, atol=1e-4)
 

@@ -94,7 +94,7 @@ def test_its_head_has_the_same_logits(pydoc_wide: tuple[Path, Path]) -> None:
 def test_its_head_fits_the_widened_target_alone(pydoc_wide: tuple[Path, Path]) -> None:
     lent = load(family.NAMES[0], EngineConfig(slots=256)).target_weights()
     lent = replace(lent, config=LlamaConfig.from_pretrained(pydoc_wide[0]))
-    assert Eagle3Network(Checkpoint(pydoc_wide[1]), lent, slots=16).hidden_state_layers
+    assert Eagle3Network(Checkpoint(pydoc_wide[1]), lent, slots=16).description.hidden_state_layers
     with pytest.raises(CheckpointError, match="hidden size 256"):
         Eagle3Network(Checkpoint(family.path("pydoc-eagle3")), lent, slots=16)
 

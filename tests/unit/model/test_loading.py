@@ -298,7 +298,7 @@ def test_a_draft_may_have_fewer_positions_than_its_target(checkpoint: Path) -> N
     """max_model_len is the target's; the draft guesses as far as it can, without the target's weights."""
     config = SpeculativeConfig(method="draft_model", model=str(checkpoint))
     draft = build_speculator(config, EngineConfig(slots=256, max_model_len=100_000), pytest.fail)
-    assert (draft.position_limit, draft.vocabulary_size) == (POSITIONS, VOCABULARY)
+    assert (draft.description.position_limit, draft.description.vocabulary_size) == (POSITIONS, VOCABULARY)
 
 
 @pytest.mark.parametrize(
