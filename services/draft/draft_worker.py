@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -47,17 +48,6 @@ async def draft_worker(
     async def drain(registration: WorkerRegistration) -> None:
         servicer.drain()
 
-    def record(address: str) -> WorkerRecord:
-        return WorkerRecord(
-            kind="draft",
-            worker_id=options.worker_id,
-            address=address,
-            model=facts.model,
-            method=facts.method,
-            fingerprint=facts.vocabulary_fingerprint,
-            started_at=time.time(),
-        )
-
     yield Worker(
         servicer=servicer,
         register=add_DraftServiceServicer_to_server,
@@ -65,7 +55,12 @@ async def draft_worker(
         peer=TARGET,
         receive_bytes=draft_frame_bytes(hidden_states=bool(facts.hidden_state_layers)),
         metrics=registry,
-        record=record,
+        record=partial(worker_record, options.worker_id, facts),
         load=lambda: {"requests": float(servicer.open_requests)},
         drain=drain,
     )
+
+
+def worker_record(worker_id: str, facts: SpeculatorFacts, address: str) -> WorkerRecord:
+    model, method, fingerprint = facts.model, facts.method, facts.vocabulary_fingerprint
+    return WorkerRecord("draft", worker_id, address, model, method, fingerprint, started_at=time.time())

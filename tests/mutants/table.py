@@ -1136,8 +1136,8 @@ MUTANTS = (
     Mutant(
         "a request goes to a target that ignores what it asks for",
         "services/gateway/generation/request_builder.py",
-        "needed_capabilities=labels | features",
-        "needed_capabilities=labels",
+        "    return labels | features",
+        "    return labels",
         ("contract/test_evaluation.py",),
     ),
     Mutant(
