@@ -1128,7 +1128,7 @@ MUTANTS = (
     ),
     Mutant(
         "a target that takes over repeats the prompt's log-probabilities",
-        "services/gateway/generation/scored_prompt.py",
+        "services/gateway/generation/failover.py",
         "parts.append(PromptLogProbs(self._next, part.entries[known:]))",
         "parts.append(part)",
         ("contract/test_evaluation.py",),

@@ -20,7 +20,7 @@ from paceline_services.gateway.api_errors import RetryLaterError, UnavailableErr
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.generation.admission import AdmissionQueue, Capacity
 from paceline_services.gateway.generation.completion_request import CompletionRequest, choices_of
-from paceline_services.gateway.generation.deltas import interleaved
+from paceline_services.gateway.generation.deltas import Deltas, interleaved
 from paceline_services.gateway.generation.failover import FailoverRequest
 from paceline_services.gateway.generation.running import RunningRequests
 from paceline_services.gateway.routing.fleet import Fleet
@@ -133,7 +133,7 @@ class ServedModel:
         client: ApiClient = ANONYMOUS,
         before: AsyncGenerator[tuple[int, Delta]] | None = None,
         numerics: Mapping[int, str] = MappingProxyType({}),
-    ) -> AsyncGenerator[tuple[int, TextDelta]]:
+    ) -> Deltas:
         """The deltas of several completions as they come, each with its request's index. The first error ends all.
 
         `before`: deltas that another gateway had of them. They come first, with their text. `numerics`: of the target
