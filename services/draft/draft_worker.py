@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -50,17 +51,6 @@ async def draft_worker(
     async def drain(registration: WorkerRegistration) -> None:
         servicer.drain()
 
-    def record(address: str) -> WorkerRecord:
-        return WorkerRecord(
-            kind="draft",
-            worker_id=draft.worker_id,
-            address=address,
-            model=draft.model,
-            method=draft.method,
-            fingerprint=draft.vocabulary_fingerprint,
-            started_at=time.time(),
-        )
-
     yield Worker(
         servicer=servicer,
         register=add_DraftServiceServicer_to_server,
@@ -68,7 +58,19 @@ async def draft_worker(
         peer=TARGET,
         receive_bytes=draft_frame_bytes(hidden_states=bool(draft.hidden_state_layers)),
         metrics=registry,
-        record=record,
+        record=partial(worker_record, draft),
         load=lambda: {"requests": float(servicer.open_requests)},
         drain=drain,
+    )
+
+
+def worker_record(draft: DraftDescription, address: str) -> WorkerRecord:
+    return WorkerRecord(
+        "draft",
+        draft.worker_id,
+        address,
+        draft.model,
+        draft.method,
+        draft.vocabulary_fingerprint,
+        started_at=time.time(),
     )

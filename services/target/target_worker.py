@@ -6,7 +6,7 @@ import argparse
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -78,8 +78,7 @@ async def target_worker(
         recorder = await stack.enter_async_context(store.recorder())
         stats = await stack.enter_async_context(StatLogger(description, recorder, metrics))
         servicer = TargetServicer(description, stats, engine.send, tracing)
-        watchdog = EngineWatchdog(options.hang_s, lambda: servicer.busy, process.abort)
-        await stack.enter_async_context(watchdog)
+        watchdog = await stack.enter_async_context(EngineWatchdog(options.hang_s, lambda: servicer.busy, process.abort))
 
         def on_step(step: StepResult) -> None:
             watchdog.reset()
@@ -87,21 +86,10 @@ async def target_worker(
             servicer.send_deltas(step.deltas, step.load)
 
         engine.on(StepResult, on_step)
-        known = await stored_acceptance(store, description)
-        engine.send(CalibrationCounts(known.cell_drafted, known.cell_accepted))
+        engine.send(await stored_calibration(store, description))
         if options.engine == "paceline" and speculation.enabled and speculation.draft_placement == "worker":
-            config = DraftLinkConfig(description.vocabulary_fingerprint, tls=tls)
-            pool = DraftPool(config, engine.send, description.layers, metrics)
-            engine.on(ConnectDrafts, pool.connect)
-            engine.on(SendDraftFrame, pool.send)
-            metrics.draft_links.set_function(lambda: len(pool.connected))
+            pool = draft_pool(description, process, tls, metrics)
             await stack.enter_async_context(draft_discovery(pool, store))
-
-        async def drain(registration: WorkerRegistration) -> None:
-            if not process.exited.done():
-                servicer.stop_accepting()
-                await registration.run_once()  # gateways without a link read it in the registry
-            await servicer.drain(options.drain_s, process.exited)
 
         yield Worker(
             servicer=servicer,
@@ -112,8 +100,20 @@ async def target_worker(
             metrics=registry,
             record=partial(worker_record, description),
             load=lambda: {"rows_per_s": description.rows_per_s, **servicer.load_metrics()},
-            drain=drain,
+            drain=partial(drain, servicer, process, options.drain_s),
         )
+
+
+def draft_pool(
+    description: TargetDescription, process: ModelProcess, tls: Certificates | None, metrics: TargetMetrics
+) -> DraftPool:
+    """The links to draft workers, which the engine uses by messages."""
+    engine, config = process.connection, DraftLinkConfig(description.vocabulary_fingerprint, tls=tls)
+    pool = DraftPool(config, engine.send, description.layers, metrics)
+    engine.on(ConnectDrafts, pool.connect)
+    engine.on(SendDraftFrame, pool.send)
+    metrics.draft_links.set_function(lambda: len(pool.connected))
+    return pool
 
 
 def target_description(loaded: TargetDescription, options: argparse.Namespace) -> TargetDescription:
@@ -122,12 +122,22 @@ def target_description(loaded: TargetDescription, options: argparse.Namespace) -
     return replace(loaded, worker_id=options.worker_id, model=model, labels=options.labels)
 
 
-async def stored_acceptance(store: StateStore, description: TargetDescription) -> AcceptanceCounts:
-    """Return what targets have recorded about this model and method; nothing if Redis is away."""
-    try:
-        return await store.acceptance.acceptance(description.model, description.method or "none")
-    except StateUnavailableError:
-        return AcceptanceCounts()
+async def stored_calibration(store: StateStore, description: TargetDescription) -> CalibrationCounts:
+    """What targets have recorded about this model and method; nothing if Redis is away."""
+    known = AcceptanceCounts()
+    with suppress(StateUnavailableError):
+        known = await store.acceptance.acceptance(description.model, description.method or "none")
+    return CalibrationCounts(known.cell_drafted, known.cell_accepted)
+
+
+async def drain(
+    servicer: TargetServicer, process: ModelProcess, seconds: float, registration: WorkerRegistration
+) -> None:
+    """Let the running requests end, while the engine lives."""
+    if not process.exited.done():
+        servicer.stop_accepting()
+        await registration.run_once()  # gateways without a link read it in the registry
+    await servicer.drain(seconds, process.exited)
 
 
 def worker_record(description: TargetDescription, address: str) -> WorkerRecord:

@@ -1128,7 +1128,7 @@ MUTANTS = (
     ),
     Mutant(
         "a target that takes over repeats the prompt's log-probabilities",
-        "services/gateway/generation/scored_prompt.py",
+        "services/gateway/generation/failover.py",
         "parts.append(PromptLogProbs(self._next, part.entries[known:]))",
         "parts.append(part)",
         ("contract/test_evaluation.py",),
@@ -1136,8 +1136,8 @@ MUTANTS = (
     Mutant(
         "a request goes to a target that ignores what it asks for",
         "services/gateway/generation/request_builder.py",
-        "needed_capabilities=labels | features",
-        "needed_capabilities=labels",
+        "    return labels | features",
+        "    return labels",
         ("contract/test_evaluation.py",),
     ),
     Mutant(

@@ -18,6 +18,7 @@ from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.generation.bodies import ChatBody
 from paceline_services.gateway.generation.chat_output import ChatOutput
 from paceline_services.gateway.generation.completion_request import CompletionRequest
+from paceline_services.gateway.generation.deltas import Deltas
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.generation.usage import RequestUsage
 from paceline_services.gateway.http.error_shape import messages_error
@@ -49,7 +50,7 @@ class MessageResponse:
         content = whole_blocks(self._block_events(output))
         return self._envelope | {"content": content} | self._ending(output) | {"usage": self._token_counts()}
 
-    async def events(self, deltas: AsyncGenerator[tuple[int, TextDelta]]) -> AsyncGenerator[ServerSentEvent]:
+    async def events(self, deltas: Deltas) -> AsyncGenerator[ServerSentEvent]:
         """The events of the stream; the first two come with the first delta."""
         waiting = [*self._opening()]
         async with aclosing(deltas):

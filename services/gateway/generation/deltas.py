@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from typing import TypeAlias
 
 from paceline.output_processor import TextDelta
 from paceline_services.gateway.generation.completion_request import CompletionRequest
 
+Deltas: TypeAlias = AsyncGenerator[tuple[int, TextDelta]]
+"""The deltas of an API request's completions as they come, each with its completion's index."""
 
-async def collect(
-    requests: Sequence[CompletionRequest], deltas: AsyncGenerator[tuple[int, TextDelta]]
-) -> list[TextDelta]:
+
+async def collect(requests: Sequence[CompletionRequest], deltas: Deltas) -> list[TextDelta]:
     """The whole output of each completion."""
     outputs = [TextDelta(each.request_id) for each in requests]
     async with aclosing(deltas):
@@ -21,7 +23,7 @@ async def collect(
     return outputs
 
 
-async def interleaved(outputs: Mapping[int, AsyncGenerator[TextDelta]]) -> AsyncGenerator[tuple[int, TextDelta]]:
+async def interleaved(outputs: Mapping[int, AsyncGenerator[TextDelta]]) -> Deltas:
     """The deltas of several generators as they come, each with its generator's key. The first error ends all."""
     if len(outputs) == 1:
         [(index, deltas)] = outputs.items()

@@ -11,18 +11,18 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
-from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason
+from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest, PromptLogProbs
 from paceline.telemetry.gateway_metrics import RequestMetrics
 from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
 from paceline.wire.link_errors import NotSubmitted, ReplayElsewhere, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.generation.completion_request import CompletionRequest
-from paceline_services.gateway.generation.scored_prompt import ScoredPrompt
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection, block_hashes
 
 log = logging.getLogger(__name__)
 
+COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 MAX_TARGET_LOSSES = 4
 """Losses of its target in a row, without a token between them, that a request survives."""
 MAX_ENGINE_DEATHS = 1
@@ -245,3 +245,38 @@ class FailoverRequest:
             raise GenerationError(message)
         if delta.finish_reason == FinishReason.CANCELLED and not self._cancelled:
             raise GenerationError("the target cancelled the request")
+
+
+class ScoredPrompt:
+    """Lets every position of the prompt pass once: a target that takes over begins with the first one again."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        wanted = request.sampling.prompt_logprobs is not None
+        self._end = len(request.prompt) if wanted else 1
+        self._next = 1
+        """The first position that has not come."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all positions have come, or none are wanted."""
+        return self._next >= self._end
+
+    def left_of(self, request: CompletionRequest) -> CompletionRequest:
+        """The request without what has come."""
+        if not self.complete or request.sampling.prompt_logprobs is None:
+            return request
+        return replace(request, sampling=request.sampling.model_copy(update={"prompt_logprobs": None}))
+
+    def take(self, delta: Delta) -> None:
+        """Cut what has come before from a delta. Raises `GenerationError` if its target has left out a position."""
+        parts = []
+        for part in delta.prompt_log_probs:
+            known, end = self._next - part.start, part.start + len(part.entries)
+            if known < 0 or end > self._end:
+                raise GenerationError(f"the target sent log-probabilities from position {part.start} of the prompt on")
+            if end > self._next:
+                parts.append(PromptLogProbs(self._next, part.entries[known:]))
+                self._next = end
+        delta.prompt_log_probs = parts
+        if (delta.tokens or delta.finish_reason in COMPLETED) and not self.complete:
+            raise GenerationError(f"the target sent no log-probability of the prompt's token {self._next}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -65,12 +66,30 @@ async def build_requests(
         with span.child("tokenize"):
             prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls.text))
         sampling = build_sampling(body, description, grammar.text, bad_words, parsing.gate, model.sampling_defaults)
-        features = _features(body, sampling, labels, model)
-        if body.output_limit[1] == 0 and description.max_model_len in map(len, prompts):
-            features |= _full_prompt(body, labels | features, model)
+        capabilities = _capabilities(body, sampling, labels, prompts, description.max_model_len, model)
         _check_special_spaces(body, model)
         _check_prompt_log_probs(body, prompts)
-    base = CompletionRequest(
+    base = replace(
+        _base_request(body, request_id, sampling, client, headers, span.trace_parent),
+        output=_output_options(body, parsing, description),
+        needed_capabilities=capabilities,
+        left_out_keywords=grammar.left_out,
+    )
+    longest, choices = model.sampling_defaults.get("max_tokens"), body.choice_count
+    of_prompts = (build_choices(body, description, base, each, n * choices, longest) for n, each in enumerate(prompts))
+    return list(chain.from_iterable(of_prompts))
+
+
+def _base_request(
+    body: GenerationBody,
+    request_id: str,
+    sampling: SamplingParams,
+    client: ApiClient,
+    headers: Mapping[str, str],
+    trace_parent: str,
+) -> CompletionRequest:
+    """What body, client and headers say alone."""
+    return CompletionRequest(
         request_id,
         (),
         sampling,
@@ -79,28 +98,22 @@ async def build_requests(
         client=client.name,
         group=request_id,
         priority=body.priority or 0,
-        trace_parent=span.trace_parent,
+        trace_parent=trace_parent,
         return_tree=body.return_tree,
-        output=OutputOptions(
-            body.stop or (),
-            body.include_stop_str_in_output,
-            body.skip_special_tokens,
-            parsing.parser,
-            parsing.shown_tokens,
-            _eos_token_ids(body, description),
-        ),
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
-        needed_capabilities=labels | features,
         client_request_id=body.request_id or headers.get(REQUEST_ID_HEADER, ""),
-        left_out_keywords=grammar.left_out,
     )
-    return [
-        request
-        for index, prompt in enumerate(prompts)
-        for request in build_choices(
-            body, description, base, prompt, index * body.choice_count, model.sampling_defaults.get("max_tokens")
-        )
-    ]
+
+
+def _output_options(body: GenerationBody, parsing: OutputParsing, description: TargetDescription) -> OutputOptions:
+    return OutputOptions(
+        stop=body.stop or (),
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        parser=parsing.parser,
+        shown_tokens=parsing.shown_tokens,
+        eos_token_ids=_eos_token_ids(body, description),
+    )
 
 
 def _labels(text: str) -> frozenset[str]:
@@ -221,6 +234,21 @@ def _check_special_spaces(body: GenerationBody, model: ServedModel) -> None:
     if body.spaces_between_special_tokens is False and model.tokenizer.spaces_special_tokens:
         name = "spaces_between_special_tokens"
         raise InvalidRequestError(f"{name}: this model's tokenizer always has them", param=name)
+
+
+def _capabilities(
+    body: GenerationBody,
+    sampling: SamplingParams,
+    labels: frozenset[str],
+    prompts: Sequence[Sequence[int]],
+    context: int,
+    model: ServedModel,
+) -> frozenset[str]:
+    """What the targets of these prompts must have: the labels, and features. Raises `InvalidRequestError`."""
+    features = _features(body, sampling, labels, model)
+    if body.output_limit[1] == 0 and context in map(len, prompts):
+        features |= _full_prompt(body, labels | features, model)
+    return labels | features
 
 
 def _features(

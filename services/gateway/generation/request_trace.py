@@ -7,7 +7,7 @@ Prompts, outputs and stop strings are left out.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 
 from paceline.messages import Timings
@@ -15,6 +15,7 @@ from paceline.output_processor import TextDelta
 from paceline.telemetry.tracing import Attributes, AttributeValue, TraceSpan, Tracing, latency_attributes
 from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.generation.completion_request import CompletionRequest, choices_of
+from paceline_services.gateway.generation.deltas import Deltas
 from paceline_services.gateway.generation.usage import RequestUsage
 
 PROVIDER = "paceline"
@@ -31,13 +32,8 @@ def start_request_span(tracing: Tracing, headers: Mapping[str, str], *, chat: bo
 
 
 def traced(
-    span: TraceSpan,
-    model: str,
-    requests: Sequence[CompletionRequest],
-    deltas: AsyncGenerator[tuple[int, TextDelta]],
-    *,
-    streamed: bool,
-) -> AsyncGenerator[tuple[int, TextDelta]]:
+    span: TraceSpan, model: str, requests: Sequence[CompletionRequest], deltas: Deltas, *, streamed: bool
+) -> Deltas:
     """The deltas of an API request's completions, which the span describes while they come."""
     if not span:
         return deltas
@@ -45,9 +41,7 @@ def traced(
     return _described(span, model, requests, deltas)
 
 
-async def _described(
-    span: TraceSpan, model: str, requests: Sequence[CompletionRequest], deltas: AsyncGenerator[tuple[int, TextDelta]]
-) -> AsyncGenerator[tuple[int, TextDelta]]:
+async def _described(span: TraceSpan, model: str, requests: Sequence[CompletionRequest], deltas: Deltas) -> Deltas:
     outcome = RequestOutcome(model, requests, span)
     try:
         with recording_failure(span):

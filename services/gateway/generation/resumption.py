@@ -24,6 +24,7 @@ from paceline.wire.target_codec import decode_delta, encode_delta
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError, RetryLaterError, UnavailableError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.generation.completion_request import CompletionRequest
+from paceline_services.gateway.generation.deltas import Deltas
 from paceline_services.gateway.generation.journal import Entry, Journal, JournalState, StreamLeftError, unavailable
 from paceline_services.gateway.generation.served_model import ServedModel, with_text
 from paceline_services.gateway.http.json_body import Json
@@ -35,7 +36,7 @@ FOLLOW_S = 0.1
 
 async def resumable(
     journal: Journal, model: ServedModel, requests: Sequence[CompletionRequest], client: ApiClient, *, streamed: bool
-) -> AsyncGenerator[tuple[int, TextDelta]]:
+) -> Deltas:
     """`ServedModel.generate_all`, with each delta in the journal before it comes out of here; and before them the
     deltas that are in the journal. A request that is not streamed has no journal.
 
@@ -77,7 +78,7 @@ async def resumable(
 
 async def followed(
     journal: Journal, model: ServedModel, requests: Sequence[CompletionRequest], *, wait: bool
-) -> AsyncGenerator[tuple[int, TextDelta]]:
+) -> Deltas:
     """The deltas of a request that runs elsewhere, with their text; with `wait`, all until its end.
 
     Raises the error with which the request ended, `StreamLeftError` or `UnavailableError`.
@@ -131,9 +132,7 @@ class JournalDeltas:
         if self._journal.state is JournalState.LOST:
             raise unavailable()
 
-    async def entered(
-        self, deltas: AsyncGenerator[tuple[int, TextDelta]]
-    ) -> AsyncGenerator[tuple[int, TextDelta, int, Entry | None]]:
+    async def entered(self, deltas: Deltas) -> AsyncGenerator[tuple[int, TextDelta, int, Entry | None]]:
         """Each delta with the time when it came, and with its entry if it is to be appended."""
         async with aclosing(deltas):
             async for index, delta in deltas:

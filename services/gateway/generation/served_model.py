@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from paceline_services.gateway.api_errors import RetryLaterError, UnavailableErr
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.generation.admission import AdmissionQueue, Capacity
 from paceline_services.gateway.generation.completion_request import CompletionRequest, choices_of
-from paceline_services.gateway.generation.deltas import interleaved
+from paceline_services.gateway.generation.deltas import Deltas, interleaved
 from paceline_services.gateway.generation.failover import FailoverRequest
 from paceline_services.gateway.generation.running import RunningRequests
 from paceline_services.gateway.routing.fleet import Fleet
@@ -100,24 +99,20 @@ class ServedModel:
         return description
 
     async def generate(
-        self,
-        request: CompletionRequest,
-        processor: OutputProcessor,
-        client: ApiClient,
-        before: Sequence[Delta] = (),
-        numerics: str | None = None,
+        self, completion: RunningCompletion, client: ApiClient, numerics: str | None = None
     ) -> AsyncGenerator[TextDelta]:
         """The deltas of one completion after those before, with their text; the last one has a finish reason.
 
-        `processor` has processed the deltas before; `numerics`: of the target that drew their last token. Closing the
-        generator cancels the request at its target. Raises an `ApiError` if the request cannot be served.
+        `numerics`: of the target that drew its last token. Closing the generator cancels the request at its target.
+        Raises an `ApiError` if the request cannot be served.
         """
+        request, before = completion.request, completion.before
         with self.metrics.track(self.model) as metrics:
             limits = self.capacity.limits
             run = FailoverRequest(self.fleet, request, limits.resume_s, metrics, self.tracing, before, numerics)
             async with aclosing(run.deltas()) as deltas:
                 async for raw in deltas:
-                    delta = processor.process(raw)
+                    delta = completion.processor.process(raw)
                     delta.numerics = run.numerics
                     metrics.tokens(len(delta.tokens))
                     client.count_tokens(len(delta.tokens), "output")
@@ -138,61 +133,47 @@ class ServedModel:
         client: ApiClient = ANONYMOUS,
         before: AsyncGenerator[tuple[int, Delta]] | None = None,
         numerics: Mapping[int, str] = MappingProxyType({}),
-    ) -> AsyncGenerator[tuple[int, TextDelta]]:
+    ) -> Deltas:
         """The deltas of several completions as they come, each with its request's index. The first error ends all.
 
         `before`: deltas that another gateway had of them. They come first, with their text. `numerics`: of the target
-        that drew the last token of each, when all have come.
-
-        If `running` aborts the request, each completion ends with the finish reason CANCELLED and without statistics.
-        Raises an `ApiError` if one of the requests cannot be served, or if they exceed a limit.
+        that drew the last token of each, when all have come. If `running` aborts the request, each completion ends with
+        the finish reason CANCELLED and without statistics. Raises an `ApiError` if one of the requests cannot be
+        served, or if they exceed a limit.
         """
-        processors = [OutputProcessor(each, each.output, self.tokenizer) for each in requests]
-        choices = choices_of(requests)
-        tokens = dict.fromkeys(range(len(requests)), 0)
-        """Output tokens of each completion that has not ended."""
-        earlier: defaultdict[int, list[Delta]] = defaultdict(list)
+        completions = [RunningCompletion(each, OutputProcessor(each, each.output, self.tokenizer)) for each in requests]
         with self.running.track(client.name, requests[0].group, requests[0].client_request_id) as running:
             if before is not None:
                 async for index, delta in before:
-                    # A copy: whoever takes the delta may append later ones to it.
-                    copy = replace(delta, tokens=[*delta.tokens], prompt_log_probs=[*delta.prompt_log_probs])
-                    earlier[index].append(copy)
-                    tokens[index] += len(delta.tokens)
-                    if delta.finish_reason is not None:
-                        del tokens[index]
-                    yield index, with_text(processors[index], delta)
-            if not tokens:
+                    yield index, completions[index].repeat(delta)
+            left = {index: each for index, each in enumerate(completions) if not each.ended}
+            if not left:
                 return
             with self.counting_rejections():
                 self.description()
-                self.queue.acquire(len(tokens))
-            if not earlier:  # the prompts were counted before the first delta
-                client.count_tokens(sum(len(each.prompt) for each in requests if each.choice == 0), "prompt")
-            sizes: defaultdict[int, list[int]] = defaultdict(list)  # by prompt
+                self.queue.acquire(len(left))
             try:
-                outputs = {
-                    index: self.generate(
-                        requests[index], processors[index], client, earlier[index], numerics.get(index)
-                    )
-                    for index in tokens
-                }
+                if not any(each.before for each in completions):  # the prompts were counted before the first delta
+                    client.count_tokens(sum(len(each.prompt) for each in requests if each.choice == 0), "prompt")
+                outputs = {index: self.generate(each, client, numerics.get(index)) for index, each in left.items()}
                 async with aclosing(interleaved(outputs)) as deltas:
                     while (item := await running.next(deltas)) is not None:
-                        index, delta = item
-                        tokens[index] += len(delta.tokens)
-                        yield index, delta
-                        if delta.finish_reason is not None:
-                            del tokens[index]
+                        yield item
+                        if left[item[0]].count(item[1]):
+                            del left[item[0]]
                             self.queue.release(1)
-                            finished = sizes[index // choices]
-                            finished.append(delta.usage.completion_tokens if delta.usage else 0)
-                            if len(finished) == choices:
-                                self.metrics.observe_choices(self.model, finished)
-                for index, count in tokens.items():
-                    yield index, _aborted(requests[index], count)
+                            self._observe_choices(completions, item[0])
+                for index, each in left.items():
+                    yield index, each.aborted()
             finally:
-                self.queue.release(len(tokens))
+                self.queue.release(len(left))
+
+    def _observe_choices(self, completions: Sequence[RunningCompletion], index: int) -> None:
+        """Observe the sizes of all choices of a prompt once the last of them, the index-th completion, has ended."""
+        choices = choices_of([each.request for each in completions])
+        of_prompt = completions[index - index % choices :][:choices]
+        if all(each.ended for each in of_prompt):
+            self.metrics.observe_choices(self.model, [each.tokens for each in of_prompt])
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:
@@ -216,12 +197,37 @@ async def _add_final_stats(last: TextDelta, deltas: AsyncGenerator[Delta]) -> No
 
 def with_text(processor: OutputProcessor, delta: Delta) -> TextDelta:
     """The text of a delta that was made by this module, at this gateway or another one, and lost its text."""
-    if delta.finish_reason is FinishReason.CANCELLED:  # made by `_aborted`
+    if delta.finish_reason is FinishReason.CANCELLED:  # made by `RunningCompletion.aborted`
         return TextDelta.of(delta)
     return processor.process(delta)
 
 
-def _aborted(request: CompletionRequest, tokens: int) -> TextDelta:
-    """The last delta of a completion that its client ends after so many tokens."""
-    usage = Usage(len(request.prompt), tokens)
-    return TextDelta(request.request_id, finish_reason=FinishReason.CANCELLED, usage=usage)
+@dataclass(slots=True)
+class RunningCompletion:
+    """One completion so far."""
+
+    request: CompletionRequest
+    processor: OutputProcessor
+    before: list[Delta] = field(default_factory=list)
+    """Deltas that another gateway had."""
+    tokens: int = 0
+    """Of the output."""
+    ended: bool = False
+
+    def repeat(self, delta: Delta) -> TextDelta:
+        """A delta that another gateway had, with its text."""
+        # A copy: whoever takes the delta may append later ones to it.
+        self.before.append(replace(delta, tokens=[*delta.tokens], prompt_log_probs=[*delta.prompt_log_probs]))
+        self.count(delta)
+        return with_text(self.processor, delta)
+
+    def count(self, delta: Delta) -> bool:
+        """Take note of the next delta. Returns whether it is the last one."""
+        self.tokens += len(delta.tokens)
+        self.ended = delta.finish_reason is not None
+        return self.ended
+
+    def aborted(self) -> TextDelta:
+        """The last delta if its client ends it now."""
+        usage = Usage(len(self.request.prompt), self.tokens)
+        return TextDelta(self.request.request_id, finish_reason=FinishReason.CANCELLED, usage=usage)

@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from paceline.output_processor import TextDelta
 from paceline_services.gateway.generation.bodies import (
     ChatBody,
     CompletionBody,
@@ -21,7 +20,7 @@ from paceline_services.gateway.generation.bodies import (
 )
 from paceline_services.gateway.generation.chat_prompt import encode_body
 from paceline_services.gateway.generation.completion_request import CompletionRequest
-from paceline_services.gateway.generation.deltas import collect
+from paceline_services.gateway.generation.deltas import Deltas, collect
 from paceline_services.gateway.generation.http_request import begin_request, numbered, read_body
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
@@ -96,9 +95,7 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
         return JsonResponse({"prompt": await decode(body.tokens, model.tokenizer, model.vocabulary_size)})
 
 
-async def _chunks(
-    response: OpenAIResponse, deltas: AsyncGenerator[tuple[int, TextDelta]]
-) -> AsyncGenerator[ServerSentEvent]:
+async def _chunks(response: OpenAIResponse, deltas: Deltas) -> AsyncGenerator[ServerSentEvent]:
     opening = response.opening_chunks()
     async with aclosing(deltas):
         async for index, delta in deltas:
