@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from paceline.model.attention import ATTENTION, Heads, use_pass
 from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
-from paceline.model.layers import Linear
+from paceline.model.layers import Linear, use_chunked_linear
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_network import NativeNetwork
 from paceline.model.network_factory import Network, make_attention, make_network
-from paceline.model.row_invariant_linear import use_chunked_linear
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
 
 if TYPE_CHECKING:  # a model of one process does not load it
