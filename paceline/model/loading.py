@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,7 +170,7 @@ def build(
     positions = positions_of(settings, name, config.max_model_len)
     max_model_len = config.max_model_len or positions
     fix_rope_frequencies(network, max_model_len)
-    try:
+    with _refusing_kind(name, type(network).__name__):
         head: Any = network.get_output_embeddings()  # type: ignore[operator]
         info = ModelInfo(
             name=name,
@@ -185,16 +185,21 @@ def build(
         )
         heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
         model = make_model(network, info, heads, positions, sharding, verify=config.verify)
+    model.numerics = numerics_of(model, quantization_of(network.config))
+    return model
+
+
+@contextmanager
+def _refusing_kind(name: str, kind: str) -> Iterator[None]:
+    """Refuse an unforeseen architecture, which may fail in any way: the exit code then prevents restarts."""
+    try:
+        yield
     except (RendezvousError, RankLostError):
         raise
     except Exception as error:
-        # An unforeseen architecture may fail in any way. Refuse it: the exit code then prevents restarts.
         log.debug("%s is refused", name, exc_info=True)
-        kind = type(network).__name__
         cause = "" if isinstance(error, ValueError) else "its own code fails when it is called as here: "
         raise ValueError(f"{name} is a {kind}, which cannot be run here: {cause}{first_sentence(error)}") from error
-    model.numerics = numerics_of(model, quantization_of(network.config))
-    return model
 
 
 def positions_of(settings: Any, name: str, max_model_len: int | None) -> int:
@@ -266,10 +271,8 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
             if sharding is not None:
                 raise ValueError("a quantised checkpoint cannot be shared by ranks yet: set tensor_parallel_size to 1")
             options["state_dict"] = weights
-            kind, folder = (
-                MODEL_FOR_CAUSAL_LM_MAPPING[type(loaded_config)],
-                None,
-            )  # AutoModelForCausalLM does not take a state_dict
+            # AutoModelForCausalLM does not take a state_dict.
+            kind, folder = MODEL_FOR_CAUSAL_LM_MAPPING[type(loaded_config)], None
         network, report = kind.from_pretrained(
             folder,
             config=loaded_config,
@@ -280,19 +283,24 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
             trust_remote_code=trusted,
             **options,
         )
-    check_sizes(path, report["mismatched_keys"])
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
-    if unknown := sorted(key for key in report["unexpected_keys"] if not is_harmless(key, text, tower=tower)):
-        raise ValueError(
-            f"the model in {path} has weights that {type(network).__name__} does not have "
-            f"({', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}); without them its output would be wrong: "
-            "its format is not supported"
-        )
+    _check_weights(path, type(network).__name__, report, lambda key: is_harmless(key, text, tower=tower))
     if sharding is not None:
         sharding.unwrap_dtensors(network)
     loaded: nn.Module = network
     return loaded
+
+
+def _check_weights(path: Path, network: str, report: Mapping[str, Any], harmless: Callable[[str], bool]) -> None:
+    """`report`: transformers', of loading. Raises ValueError if weights are missing, of other sizes, or unknown."""
+    check_sizes(path, report["mismatched_keys"])
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
+    if unknown := sorted(key for key in report["unexpected_keys"] if not harmless(key)):
+        raise ValueError(
+            f"the model in {path} has weights that {network} does not have "
+            f"({', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}); without them its output would be wrong: "
+            "its format is not supported"
+        )
 
 
 def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -330,16 +338,14 @@ def _dequantized(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict
     return weights
 
 
-def _text_kind(text: Any) -> str:
-    """The model type that computes the same as a multimodal checkpoint's text model where all tokens are text."""
-    return TEXT_MODEL_TYPES.get(text.model_type, str(text.model_type))
-
-
 def _is_tower(whole: Any, text: Any) -> bool:
     """Whether only the text model of a multimodal checkpoint is loaded."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return text is not whole and _text_kind(text) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (
+        text is not whole
+        and TEXT_MODEL_TYPES.get(text.model_type, text.model_type) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
 
 
 def _tower_config(whole: Any, text: Any) -> Any:
@@ -347,7 +353,7 @@ def _tower_config(whole: Any, text: Any) -> Any:
     from transformers import AutoConfig
 
     settings = text.to_dict()
-    kind = _text_kind(text)
+    kind = TEXT_MODEL_TYPES.get(text.model_type, text.model_type)
     if kind != text.model_type:
         rope = {
             key: value for key, value in (settings.get("rope_parameters") or {}).items() if not key.startswith("mrope")
