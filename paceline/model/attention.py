@@ -117,11 +117,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_slot(
-        layers: int,
-        heads: Heads,
-        dtype: torch.dtype,
-        width: int | None = None,
-        kv_cache_dtype: KVCacheDtype = "auto",
+        layers: int, heads: Heads, dtype: torch.dtype, width: int | None = None, kv_cache_dtype: KVCacheDtype = "auto"
     ) -> int:
         """Arguments: see the constructor."""
         width = width or heads.head_size

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from paceline.model.attention import AttentionOptions, Heads, Pass
 from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, QuantizedWeight, RotaryTables, StateFusion
 from paceline.model.native.build import NativeUnavailableError
-from paceline.model.native.native_library import DTYPES
-from paceline.model.native.native_product import NativeProduct
+from paceline.model.native.native_library import DTYPES, NativeProduct
 from paceline.model.pass_graphs import PassGraphs
 from paceline.model.rows import GROUP, Row, device_integers
 from paceline.model.torch_attention import TorchAttention
@@ -150,12 +149,7 @@ class TorchNetwork:
             self._graphs = attention.capture(self._forward, len(rotary.cosines), windows)
 
     def run(
-        self,
-        rows: Sequence[Row],
-        wanted: Sequence[int],
-        layers: Sequence[int] = (),
-        *,
-        states: Tensor | None = None,
+        self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int] = (), *, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         outputs = None if self._graphs is None else self._graphs.run(rows)
         if outputs is None:

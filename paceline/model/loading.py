@@ -98,9 +98,15 @@ def outline(name: str, config: EngineConfig) -> nn.Module:
     return network
 
 
-def load_shard(name: str, config: EngineConfig, ranks: TensorParallelGroup) -> TransformersModel:
-    """Load one rank's part of a model. Raises as `load` does."""
-    return _load_shard(name, config, _plan(name, config), ranks)
+def load_shard(
+    name: str, config: EngineConfig, ranks: TensorParallelGroup, plan: TpPlan | None = None
+) -> TransformersModel:
+    """Load one rank's part of a model, by its own plan if there is none yet. Raises as `load` does."""
+    from paceline.model.parallel.sharding import Sharding
+
+    shard = _load(name, config, Sharding(plan or _plan(name, config), ranks))
+    ranks.barrier(shard.numerics)
+    return shard
 
 
 def _load_tensor_parallel(name: str, config: EngineConfig) -> Model:
@@ -110,7 +116,7 @@ def _load_tensor_parallel(name: str, config: EngineConfig) -> Model:
     plan = _plan(name, config)  # a model that cannot be shared fails before rank 0 waits for the others
     group = create_rank_group(RankConfig(model=name, engine=config))
     try:
-        return TensorParallelModel(_load_shard(name, config, plan, group.ranks), group)
+        return TensorParallelModel(load_shard(name, config, group.ranks, plan), group)
     except BaseException:
         group.abort()
         raise
@@ -130,14 +136,6 @@ def _plan(name: str, config: EngineConfig) -> TpPlan:
     with _refusing(path):
         settings = model_config(path)
     return tp_plan_for(settings, config.tensor_parallel_size)
-
-
-def _load_shard(name: str, config: EngineConfig, plan: TpPlan, ranks: TensorParallelGroup) -> TransformersModel:
-    from paceline.model.parallel.sharding import Sharding
-
-    shard = _load(name, config, Sharding(plan, ranks))
-    ranks.barrier(shard.numerics)
-    return shard
 
 
 def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> TransformersModel:

@@ -26,8 +26,8 @@ from paceline.model.layer_weights import (
 )
 from paceline.model.loading import end_tokens, positions_of
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
+from paceline.model.native.native_library import dequantize
 from paceline.model.native.native_network import NativeNetwork, head_width
-from paceline.model.native.native_product import dequantize
 from paceline.model.rows import Row
 from paceline.text import vocabulary_fingerprint
 
@@ -94,13 +94,13 @@ class PackedLayers(Sequence[LayerWeights[Weight]]):
     """A model's layers, each read when it is asked for, and not kept."""
 
     def __init__(self, weights: PackedWeights, heads: Heads, network: PackedNetwork, count: int) -> None:
-        self._weights, self._heads, self._network, self._count = weights, heads, network, count
+        self._weights, self._heads, self._network, self._layers = weights, heads, network, range(count)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._layers)
 
     def __getitem__(self, n: int) -> LayerWeights[Weight]:  # type: ignore[override] # nothing slices it
-        return self._weights.layer(n, self._heads, self._network)
+        return self._weights.layer(self._layers[n], self._heads, self._network)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.parsing.argument_types import PYTHON_TYPES, argument_types
-from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
+from paceline.parsing.tagged_arguments import PYTHON_TYPES, Argument, Tags, argument_types, tagged_call
 from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from paceline.parsing.argument_types import argument_types
-from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
+from paceline.parsing.tagged_arguments import Argument, Tags, argument_types, tagged_call
 from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
@@ -35,9 +34,5 @@ def _head(reader: TextReader, schema: JsonSchema) -> Steps[Argument | None]:
 BEHIND = (PARAMETER, FUNCTION_END)
 TAGS = Tags(PARAMETER, _head, {CDATA_END + PARAMETER_END: BEHIND, PARAMETER_END: BEHIND}, FUNCTION_END)
 MINICPM5 = ToolFormat(
-    "minicpm5",
-    parse,
-    markers=(),
-    template_signs=(FUNCTION, PARAMETER),
-    call=(FUNCTION, '">', FUNCTION_END),
+    "minicpm5", parse, markers=(), template_signs=(FUNCTION, PARAMETER), call=(FUNCTION, '">', FUNCTION_END)
 )
