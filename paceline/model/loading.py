@@ -373,12 +373,13 @@ def is_harmless(key: str, settings: Any, *, tower: bool) -> bool:
 def dtype_of(config: Any, engine: EngineConfig) -> torch.dtype:
     """The dtype of weights, keys and values. Raises ValueError for float16 on a CPU."""
     on_cpu = _device(engine.device).type == "cpu"
+    if engine.dtype == "float16" and on_cpu:
+        raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
     if engine.dtype != "auto":
-        chosen = DTYPES[engine.dtype]
-        if chosen == torch.float16 and on_cpu:
-            raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
-        return chosen
+        return DTYPES[engine.dtype]
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
+    if isinstance(stored, str):  # of a GGUF file
+        return DTYPES[stored]
     if stored == torch.float16 and on_cpu:
         stored = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
         log_once(f"a CPU cannot compute in float16: {str(stored).removeprefix('torch.')} instead")
