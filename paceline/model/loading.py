@@ -246,9 +246,6 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
 
     Raises ValueError if it cannot be read, lacks weights, or has weights that the network does not.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     options: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.distributed_config()}
     trusted = engine.trust_remote_code
     with _refusing(path):
@@ -263,29 +260,31 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
         if tower:
             options["key_mapping"] = TEXT_KEY_MAPPING
         loaded_config: Any = _tower_config(config, text) if tower else config
-        kind: Any = AutoModelForCausalLM
-        folder: Path | None = path
-        if (weights := _dequantized(path, config, text, dtype)) is not None:
-            if sharding is not None:
-                raise ValueError("a quantised checkpoint cannot be shared by ranks yet: set tensor_parallel_size to 1")
-            options["state_dict"] = weights
-            # AutoModelForCausalLM does not take a state_dict.
-            kind, folder = MODEL_FOR_CAUSAL_LM_MAPPING[type(loaded_config)], None
-        network, report = kind.from_pretrained(
-            folder,
-            config=loaded_config,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=trusted,
-            **options,
-        )
+        weights = _dequantized(path, config, text, dtype)
+        if weights is not None and sharding is not None:
+            raise ValueError("a quantised checkpoint cannot be shared by ranks yet: set tensor_parallel_size to 1")
+        options |= {"ignore_mismatched_sizes": True, "trust_remote_code": trusted}
+        network, report = _from_pretrained(path, loaded_config, dtype, weights, **options)
     _check_weights(path, type(network).__name__, report, lambda key: is_harmless(key, text, tower=tower))
     if sharding is not None:
         sharding.unwrap_dtensors(network)
-    loaded: nn.Module = network
-    return loaded
+    return network
+
+
+def _from_pretrained(
+    folder: Path, config: Any, dtype: torch.dtype, weights: Mapping[str, Tensor] | None, **options: Any
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """transformers' network of a folder, or of these weights, and its report of loading."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    options |= {"config": config, "dtype": dtype, "local_files_only": True, "output_loading_info": True}
+    if weights is None:
+        network, report = AutoModelForCausalLM.from_pretrained(folder, **options)
+    else:  # AutoModelForCausalLM does not take them
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        network, report = kind.from_pretrained(None, state_dict=weights, **options)
+    return network, report
 
 
 def _check_weights(path: Path, network: str, report: Mapping[str, Any], harmless: Callable[[str], bool]) -> None:
@@ -303,20 +302,16 @@ def _check_weights(path: Path, network: str, report: Mapping[str, Any], harmless
 
 def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     """The network of a GGUF file, dequantised. Raises `CheckpointError`, or ValueError."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     checkpoint = Checkpoint(path)
     weights = {name: checkpoint.tensor(name, dtype) for name in checkpoint.names}
     size = sum(each.nbytes for each in weights.values())
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    network, report = kind.from_pretrained(
-        None, config=config, dtype=dtype, state_dict=weights, output_loading_info=True, local_files_only=True
-    )
+    network, report = _from_pretrained(path, config, dtype, weights)
     if faults := sorted([*report["missing_keys"], *report["unexpected_keys"]]):
-        raise GgufError(f"{path} and {kind.__name__} differ in {', '.join(faults[:3])}: its format is not supported")
+        raise GgufError(
+            f"{path} and {type(network).__name__} differ in {', '.join(faults[:3])}: its format is not supported"
+        )
     log_once(f"{path.name}: dequantised to {str(dtype).removeprefix('torch.')}: {gigabytes(size)}")
-    loaded: nn.Module = network
-    return loaded
+    return network
 
 
 def _dequantized(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict[str, Tensor] | None:
