@@ -29,8 +29,10 @@ from paceline.gguf.gguf_file import GgufFile, GgufTensor
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import device_memory, gigabytes
-from paceline.model.gguf_model import packed_config, packed_dtype
+from paceline.model.gguf_model import packed_config
+from paceline.model.loading import dtype_of, outline
 from paceline.model.native.native_network import head_width
+from paceline.model.packed_checkpoint import packed_weight_bytes
 from paceline.model.rope import positions_in
 from paceline.model.target_weights import TargetWeights
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
@@ -133,11 +135,8 @@ def _outlined(model: str, engine: EngineConfig) -> tuple[TargetWeights, WorkerMe
     """A model as drafts see their target, without matrices, and its need; None if its code fails here."""
     try:
         if (packed := packed_config(resolve_model(model), engine)) is not None:
-            dtype = packed_dtype(packed, engine)
+            dtype = dtype_of(packed, engine)
             return _as_target(packed, dtype, model, engine), packed_memory(resolve_model(model), packed, engine)
-        from paceline.model.loading import outline  # a GGUF file that stays packed takes no transformers
-        from paceline.model.packed_checkpoint import packed_weight_bytes
-
         network: Any = outline(model, engine)
         config, dtype = network.config.get_text_config(decoder=True), next(network.parameters()).dtype
         need = model_memory(network, engine)
@@ -179,7 +178,7 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
     """Of a process whose model stays packed as in its file, except matrices of floats, which take the dtype."""
-    heads, dtype = Heads.of(config), packed_dtype(config, engine)
+    heads, dtype = Heads.of(config), dtype_of(config, engine)
     weights = sum(_packed_bytes(each, dtype) for each in GgufFile.open(path).tensors.values())
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), _slot_bytes(config, heads, dtype, engine))
 

@@ -40,7 +40,7 @@ from paceline.messages import (
     VerifiedTree,
 )
 from paceline.model.model import Model
-from paceline.model.native.native_product import draw_candidates
+from paceline.model.native.native_library import draw_candidates
 from paceline.telemetry.step_stats import StepStats
 
 log = logging.getLogger(__name__)

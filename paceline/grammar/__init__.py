@@ -5,17 +5,6 @@ it, so that only one kind goes over the wire. `grammar_state` follows a grammar 
 """
 
 from paceline.grammar.json_schema import GrammarError
-from paceline.grammar.lark import (
-    grammar_from_choices,
-    grammar_from_regex,
-    grammar_from_schema,
-    grammar_from_text,
-)
+from paceline.grammar.lark import grammar_from_choices, grammar_from_regex, grammar_from_schema, grammar_from_text
 
-__all__ = [
-    "GrammarError",
-    "grammar_from_choices",
-    "grammar_from_regex",
-    "grammar_from_schema",
-    "grammar_from_text",
-]
+__all__ = ["GrammarError", "grammar_from_choices", "grammar_from_regex", "grammar_from_schema", "grammar_from_text"]

@@ -117,11 +117,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_slot(
-        layers: int,
-        heads: Heads,
-        dtype: torch.dtype,
-        width: int | None = None,
-        kv_cache_dtype: KVCacheDtype = "auto",
+        layers: int, heads: Heads, dtype: torch.dtype, width: int | None = None, kv_cache_dtype: KVCacheDtype = "auto"
     ) -> int:
         """Arguments: see the constructor."""
         width = width or heads.head_size
@@ -378,15 +374,8 @@ def use_pass(this: Pass) -> Iterator[list[int]]:
 
 IGNORED_ARGUMENTS = frozenset(
     {
-        "cache_position",
-        "dropout",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_ids",
-        "use_cache",
+        *("cache_position", "dropout", "is_causal", "past_key_values", "position_ids", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
     }
 )
 """Arguments of attention that do not change the result here."""

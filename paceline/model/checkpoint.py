@@ -100,7 +100,9 @@ class Checkpoint:
             return dict.fromkeys(self._gguf.names, self._gguf)
         for endings, kind in ((SAFETENSORS, _SafetensorsFile), (TORCH, _TorchFile)):
             paths = sorted(path for path in self.folder.iterdir() if path.suffix in endings and _holds_weights(path))
-            files = {name: file for path in paths for file in [kind(path)] for name in file.names}
+            files: dict[str, _WeightFile] = {
+                name: file for path in paths for file in [kind(path)] for name in file.names
+            }
             if files:
                 return files
         raise CheckpointError(f"{self} holds no weights: neither *.safetensors nor *.bin nor *.pt")
@@ -116,7 +118,8 @@ class Checkpoint:
 class _WeightFile(Protocol):
     """One file with tensors, or all parts of a GGUF file."""
 
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 

@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,12 +20,11 @@ from torch import Tensor, nn
 
 from paceline.model.attention import ATTENTION, Heads, use_pass
 from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
-from paceline.model.layers import Linear
+from paceline.model.layers import Linear, use_chunked_linear
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_network import NativeNetwork
 from paceline.model.network_factory import Network, make_attention, make_network
-from paceline.model.row_invariant_linear import use_chunked_linear
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
 
 if TYPE_CHECKING:  # a model of one process does not load it
@@ -189,25 +189,12 @@ class LlamaModel(TransformersModel):
             whole = len(head.weight) == width
             self._gathered_output = shard if whole else lambda x: ranks.all_gather(shard(x), width)
 
-        @torch.inference_mode()
-        def check(made: Network) -> None:
-            if isinstance(made, NativeNetwork) and not verify:
-                return
-            tokens = _checked_tokens(network, positions, info.slots)
-            expected = _reference(network, tokens)
-            check_against_transformers(
-                lambda rows, wanted: made.run(rows, wanted)[0],
-                tokens,
-                expected,
-                _rounding_dtype(info, head.weight.dtype),
-            )
-
         self._network, cache = make_network(
             [layer_of(layer) for layer in base.layers],
             heads,
             info.slots,
             RotaryTables.of(base.rotary_emb, positions),
-            check if ranks is None else None,
+            partial(_check_network, network, info, positions, verify) if ranks is None else None,
             kv_cache_dtype=info.kv_cache_dtype,
             hidden=self._embedding.shape[1],
             eps=float(base.norm.variance_epsilon),
@@ -234,6 +221,18 @@ class LlamaModel(TransformersModel):
 
     def output(self, final: Tensor) -> Tensor:
         return self._network.output(final)
+
+
+@torch.inference_mode()
+def _check_network(network: Any, info: ModelInfo, positions: int, verify: bool, made: Network) -> None:
+    """Raises ValueError unless `made` computes what transformers' `network` does. Native code only if `verify`."""
+    if isinstance(made, NativeNetwork) and not verify:
+        return
+    tokens = _checked_tokens(network, positions, info.slots)
+    dtype = _rounding_dtype(info, network.get_output_embeddings().weight.dtype)
+    check_against_transformers(
+        lambda rows, wanted: made.run(rows, wanted)[0], tokens, _reference(network, tokens), dtype
+    )
 
 
 def layer_of(layer: Any) -> DecoderLayerWeights:

@@ -18,6 +18,7 @@ from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers
 from paceline.gguf.gguf_file import GgufFile, is_gguf
 from paceline.model.gguf_weights import GgufWeights, dequantized
 from paceline.model.layer_weights import NORMS, LayerVariant, RotaryTables, Weight, rotary_frequencies
+from paceline.model.loading import dtype_of
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of
@@ -123,14 +124,6 @@ def packed_config(path: str, engine: EngineConfig) -> GgufSettings | None:
     return GgufSettings(**config) if is_packed_kind(config) else None
 
 
-def packed_dtype(config: GgufSettings, engine: EngineConfig) -> torch.dtype:
-    """Of keys, values and matrices of floats in a file whose other matrices stay packed. Raises ValueError."""
-    if engine.dtype == "float16":
-        raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
-    dtype: torch.dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
-    return dtype
-
-
 def load_packed(path: str, name: str, engine: EngineConfig) -> PackedModel | None:
     """The model in a GGUF file; None if native code does not compute it.
 
@@ -142,7 +135,7 @@ def load_packed(path: str, name: str, engine: EngineConfig) -> PackedModel | Non
     try:
         with load_phase("weights packed"):
             info = packed_info(name, file.path, config, engine)
-            weights = GgufPackedWeights(file, packed_dtype(config, engine))
+            weights = GgufPackedWeights(file, dtype_of(config, engine))
             model = PackedModel(info, config, weights, packed_network(file, config, info.max_model_len))
     except NativeUnavailableError as error:
         log_once(f"no native pass, {file.path.name} is dequantised: {error}")

@@ -108,10 +108,7 @@ MATRICES: Mapping[str, str] = {
 }
 """Matrices of a layer, and transformers' names for them."""
 HEAD_NORMS: Mapping[str, str] = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-NORMS: Mapping[str, str] = {
-    **{"input_norm": "input_layernorm", "inner_norm": "post_attention_layernorm"},
-    **HEAD_NORMS,
-}
+NORMS: Mapping[str, str] = {**{"input_norm": "input_layernorm", "inner_norm": "post_attention_layernorm"}, **HEAD_NORMS}
 """Norms of a layer, where it has them, and transformers' names for them."""
 
 

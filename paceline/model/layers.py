@@ -7,15 +7,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.model.attention import AttentionOptions, Heads, Pass
 from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, QuantizedWeight, RotaryTables, StateFusion
 from paceline.model.native.build import NativeUnavailableError
-from paceline.model.native.native_library import DTYPES
-from paceline.model.native.native_product import NativeProduct
+from paceline.model.native.native_library import DTYPES, NativeProduct
 from paceline.model.pass_graphs import PassGraphs
-from paceline.model.row_invariant_linear import chunked_product
 from paceline.model.rows import GROUP, Row, device_integers
 from paceline.model.torch_attention import TorchAttention
 
@@ -151,12 +149,7 @@ class TorchNetwork:
             self._graphs = attention.capture(self._forward, len(rotary.cosines), windows)
 
     def run(
-        self,
-        rows: Sequence[Row],
-        wanted: Sequence[int],
-        layers: Sequence[int] = (),
-        *,
-        states: Tensor | None = None,
+        self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int] = (), *, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         outputs = None if self._graphs is None else self._graphs.run(rows)
         if outputs is None:
@@ -255,3 +248,33 @@ def _row_parallel_linear(weight: Tensor, bias: Tensor | None, sums: AllReduce | 
 def pad_rows(x: Tensor) -> Tensor:
     """[rows, n], padded with zero rows to a multiple of GROUP."""
     return F.pad(x, (0, 0, 0, -len(x) % GROUP))
+
+
+MAX_ROWS_PER_PRODUCT = 32
+"""On a CPU with AMX, oneDNN has another bf16 kernel for 33 rows and more (sometimes later), which sums in another
+order: a row's bits change. Up to 32 rows all agree (torch 2.13; widths 64 to 8192, one and two threads). Without AMX
+(`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`) products are as exact."""
+
+
+def chunked_product(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The product of rows [R, in]. A row's bits do not depend on R."""
+    if len(x) <= MAX_ROWS_PER_PRODUCT or x.dtype != torch.bfloat16 or not _depends_on_rows(x.device):
+        return product(x)
+    return torch.cat([product(chunk) for chunk in x.split(MAX_ROWS_PER_PRODUCT)])
+
+
+def use_chunked_linear(network: nn.Module) -> None:
+    """Make every linear layer of a network use chunks, in place, on a device that needs them."""
+    for module in network.modules():
+        if type(module) is nn.Linear and _depends_on_rows(module.weight.device):
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    product = chunked_product(lambda chunk: F.linear(chunk, module.weight, module.bias), rows)
+    return product.view(*x.shape[:-1], product.shape[-1])
+
+
+def _depends_on_rows(device: torch.device) -> bool:
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,9 +98,15 @@ def outline(name: str, config: EngineConfig) -> nn.Module:
     return network
 
 
-def load_shard(name: str, config: EngineConfig, ranks: TensorParallelGroup) -> TransformersModel:
-    """Load one rank's part of a model. Raises as `load` does."""
-    return _load_shard(name, config, _plan(name, config), ranks)
+def load_shard(
+    name: str, config: EngineConfig, ranks: TensorParallelGroup, plan: TpPlan | None = None
+) -> TransformersModel:
+    """Load one rank's part of a model, by its own plan if there is none yet. Raises as `load` does."""
+    from paceline.model.parallel.sharding import Sharding
+
+    shard = _load(name, config, Sharding(plan or _plan(name, config), ranks))
+    ranks.barrier(shard.numerics)
+    return shard
 
 
 def _load_tensor_parallel(name: str, config: EngineConfig) -> Model:
@@ -110,7 +116,7 @@ def _load_tensor_parallel(name: str, config: EngineConfig) -> Model:
     plan = _plan(name, config)  # a model that cannot be shared fails before rank 0 waits for the others
     group = create_rank_group(RankConfig(model=name, engine=config))
     try:
-        return TensorParallelModel(_load_shard(name, config, plan, group.ranks), group)
+        return TensorParallelModel(load_shard(name, config, group.ranks, plan), group)
     except BaseException:
         group.abort()
         raise
@@ -130,14 +136,6 @@ def _plan(name: str, config: EngineConfig) -> TpPlan:
     with _refusing(path):
         settings = model_config(path)
     return tp_plan_for(settings, config.tensor_parallel_size)
-
-
-def _load_shard(name: str, config: EngineConfig, plan: TpPlan, ranks: TensorParallelGroup) -> TransformersModel:
-    from paceline.model.parallel.sharding import Sharding
-
-    shard = _load(name, config, Sharding(plan, ranks))
-    ranks.barrier(shard.numerics)
-    return shard
 
 
 def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> TransformersModel:
@@ -170,7 +168,7 @@ def build(
     positions = positions_of(settings, name, config.max_model_len)
     max_model_len = config.max_model_len or positions
     fix_rope_frequencies(network, max_model_len)
-    try:
+    with _refusing_kind(name, type(network).__name__):
         head: Any = network.get_output_embeddings()  # type: ignore[operator]
         info = ModelInfo(
             name=name,
@@ -185,16 +183,21 @@ def build(
         )
         heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
         model = make_model(network, info, heads, positions, sharding, verify=config.verify)
+    model.numerics = numerics_of(model, quantization_of(network.config))
+    return model
+
+
+@contextmanager
+def _refusing_kind(name: str, kind: str) -> Iterator[None]:
+    """Refuse an unforeseen architecture, which may fail in any way: the exit code then prevents restarts."""
+    try:
+        yield
     except (RendezvousError, RankLostError):
         raise
     except Exception as error:
-        # An unforeseen architecture may fail in any way. Refuse it: the exit code then prevents restarts.
         log.debug("%s is refused", name, exc_info=True)
-        kind = type(network).__name__
         cause = "" if isinstance(error, ValueError) else "its own code fails when it is called as here: "
         raise ValueError(f"{name} is a {kind}, which cannot be run here: {cause}{first_sentence(error)}") from error
-    model.numerics = numerics_of(model, quantization_of(network.config))
-    return model
 
 
 def positions_of(settings: Any, name: str, max_model_len: int | None) -> int:
@@ -243,9 +246,6 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
 
     Raises ValueError if it cannot be read, lacks weights, or has weights that the network does not.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     options: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.distributed_config()}
     trusted = engine.trust_remote_code
     with _refusing(path):
@@ -260,57 +260,58 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
         if tower:
             options["key_mapping"] = TEXT_KEY_MAPPING
         loaded_config: Any = _tower_config(config, text) if tower else config
-        kind: Any = AutoModelForCausalLM
-        folder: Path | None = path
-        if (weights := _dequantized(path, config, text, dtype)) is not None:
-            if sharding is not None:
-                raise ValueError("a quantised checkpoint cannot be shared by ranks yet: set tensor_parallel_size to 1")
-            options["state_dict"] = weights
-            kind, folder = (
-                MODEL_FOR_CAUSAL_LM_MAPPING[type(loaded_config)],
-                None,
-            )  # AutoModelForCausalLM does not take a state_dict
-        network, report = kind.from_pretrained(
-            folder,
-            config=loaded_config,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=trusted,
-            **options,
-        )
+        weights = _dequantized(path, config, text, dtype)
+        if weights is not None and sharding is not None:
+            raise ValueError("a quantised checkpoint cannot be shared by ranks yet: set tensor_parallel_size to 1")
+        options |= {"ignore_mismatched_sizes": True, "trust_remote_code": trusted}
+        network, report = _from_pretrained(path, loaded_config, dtype, weights, **options)
+    _check_weights(path, type(network).__name__, report, lambda key: is_harmless(key, text, tower=tower))
+    if sharding is not None:
+        sharding.unwrap_dtensors(network)
+    return network
+
+
+def _from_pretrained(
+    folder: Path, config: Any, dtype: torch.dtype, weights: Mapping[str, Tensor] | None, **options: Any
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """transformers' network of a folder, or of these weights, and its report of loading."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    options |= {"config": config, "dtype": dtype, "local_files_only": True, "output_loading_info": True}
+    if weights is None:
+        network, report = AutoModelForCausalLM.from_pretrained(folder, **options)
+    else:  # AutoModelForCausalLM does not take them
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        network, report = kind.from_pretrained(None, state_dict=weights, **options)
+    return network, report
+
+
+def _check_weights(path: Path, network: str, report: Mapping[str, Any], harmless: Callable[[str], bool]) -> None:
+    """`report`: transformers', of loading. Raises ValueError if weights are missing, of other sizes, or unknown."""
     check_sizes(path, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
-    if unknown := sorted(key for key in report["unexpected_keys"] if not is_harmless(key, text, tower=tower)):
+    if unknown := sorted(key for key in report["unexpected_keys"] if not harmless(key)):
         raise ValueError(
-            f"the model in {path} has weights that {type(network).__name__} does not have "
+            f"the model in {path} has weights that {network} does not have "
             f"({', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}); without them its output would be wrong: "
             "its format is not supported"
         )
-    if sharding is not None:
-        sharding.unwrap_dtensors(network)
-    loaded: nn.Module = network
-    return loaded
 
 
 def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     """The network of a GGUF file, dequantised. Raises `CheckpointError`, or ValueError."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     checkpoint = Checkpoint(path)
     weights = {name: checkpoint.tensor(name, dtype) for name in checkpoint.names}
     size = sum(each.nbytes for each in weights.values())
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    network, report = kind.from_pretrained(
-        None, config=config, dtype=dtype, state_dict=weights, output_loading_info=True, local_files_only=True
-    )
+    network, report = _from_pretrained(path, config, dtype, weights)
     if faults := sorted([*report["missing_keys"], *report["unexpected_keys"]]):
-        raise GgufError(f"{path} and {kind.__name__} differ in {', '.join(faults[:3])}: its format is not supported")
+        raise GgufError(
+            f"{path} and {type(network).__name__} differ in {', '.join(faults[:3])}: its format is not supported"
+        )
     log_once(f"{path.name}: dequantised to {str(dtype).removeprefix('torch.')}: {gigabytes(size)}")
-    loaded: nn.Module = network
-    return loaded
+    return network
 
 
 def _dequantized(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict[str, Tensor] | None:
@@ -330,16 +331,14 @@ def _dequantized(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict
     return weights
 
 
-def _text_kind(text: Any) -> str:
-    """The model type that computes the same as a multimodal checkpoint's text model where all tokens are text."""
-    return TEXT_MODEL_TYPES.get(text.model_type, str(text.model_type))
-
-
 def _is_tower(whole: Any, text: Any) -> bool:
     """Whether only the text model of a multimodal checkpoint is loaded."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return text is not whole and _text_kind(text) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (
+        text is not whole
+        and TEXT_MODEL_TYPES.get(text.model_type, text.model_type) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
 
 
 def _tower_config(whole: Any, text: Any) -> Any:
@@ -347,7 +346,7 @@ def _tower_config(whole: Any, text: Any) -> Any:
     from transformers import AutoConfig
 
     settings = text.to_dict()
-    kind = _text_kind(text)
+    kind = TEXT_MODEL_TYPES.get(text.model_type, text.model_type)
     if kind != text.model_type:
         rope = {
             key: value for key, value in (settings.get("rope_parameters") or {}).items() if not key.startswith("mrope")
@@ -369,12 +368,13 @@ def is_harmless(key: str, settings: Any, *, tower: bool) -> bool:
 def dtype_of(config: Any, engine: EngineConfig) -> torch.dtype:
     """The dtype of weights, keys and values. Raises ValueError for float16 on a CPU."""
     on_cpu = _device(engine.device).type == "cpu"
+    if engine.dtype == "float16" and on_cpu:
+        raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
     if engine.dtype != "auto":
-        chosen = DTYPES[engine.dtype]
-        if chosen == torch.float16 and on_cpu:
-            raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
-        return chosen
+        return DTYPES[engine.dtype]
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
+    if isinstance(stored, str):  # of a GGUF file
+        return DTYPES[stored]
     if stored == torch.float16 and on_cpu:
         stored = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
         log_once(f"a CPU cannot compute in float16: {str(stored).removeprefix('torch.')} instead")

@@ -11,8 +11,10 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.model.gguf_model import load_packed
+from paceline.model.loading import load_checkpoint
 from paceline.model.model import Model, TransformersModel
 from paceline.model.native.build import NativeUnavailableError, native_library
+from paceline.model.packed_checkpoint import load_packed_checkpoint
 from paceline.model.row_probe import is_row_invariant
 from paceline.model_names import fake_model, resolve_model
 from paceline.telemetry.logs import load_phase
@@ -31,7 +33,7 @@ def load(name: str, config: EngineConfig) -> Model:
         fake: Model = scheme.load(name, config)
         return fake
     _check_kv_cache(config)
-    model = load_packed(location, name, config) or _load_checkpoint(name, config)
+    model = load_packed(location, name, config) or load_packed_checkpoint(name, config) or load_checkpoint(name, config)
     proven = isinstance(model, TransformersModel) and model.native and not config.verify  # by tests of native code
     with nullcontext() if proven else load_phase("rows probed"):
         model.rows_invariant = proven or is_row_invariant(model)
@@ -49,13 +51,6 @@ def _check_kv_cache(config: EngineConfig) -> None:
         native_library()
     except NativeUnavailableError as error:
         raise ValueError(f"{refusal}and there is none: {error}") from error
-
-
-def _load_checkpoint(name: str, config: EngineConfig) -> Model:
-    from paceline.model.loading import load_checkpoint
-    from paceline.model.packed_checkpoint import load_packed_checkpoint
-
-    return load_packed_checkpoint(name, config) or load_checkpoint(name, config)
 
 
 def limit_torch_threads(model: Model) -> None:

@@ -44,13 +44,12 @@ def make_network(
 
     Raises ValueError where there is no native code for `kv_cache_dtype`."""
 
-    def native(cache: KVCache) -> NativeNetwork:
-        return NativeNetwork(layers, heads, cache, rotary, **options)
-
-    def by_torch(attention: TorchAttention) -> TorchNetwork:
-        return TorchNetwork(layers, heads, attention, rotary, **options)
-
-    return _native_or_torch("pass", native, by_torch, len(layers), heads, slots, layers[0].query, check, kv_cache_dtype)
+    return _native_or_torch(
+        "pass",
+        lambda cache: NativeNetwork(layers, heads, cache, rotary, **options),
+        lambda attention: TorchNetwork(layers, heads, attention, rotary, **options),
+        *(len(layers), heads, slots, layers[0].query, check, kv_cache_dtype),
+    )
 
 
 def make_attention(
@@ -59,12 +58,12 @@ def make_attention(
     """Attention over a new cache of `slots`, for layers that transformers runs. `like` has the dtype and the device.
 
     Raises ValueError where there is no native code for `kv_cache_dtype`."""
-
-    def by_torch(attention: TorchAttention) -> StartPass:
-        return attention.start_pass
-
     return _native_or_torch(
-        "attention", NativeAttention, by_torch, layers, heads, slots, like, kv_cache_dtype=kv_cache_dtype
+        "attention",
+        NativeAttention,
+        lambda attention: attention.start_pass,
+        *(layers, heads, slots, like),
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

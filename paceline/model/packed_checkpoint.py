@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,22 +66,6 @@ def load_packed_checkpoint(name: str, engine: EngineConfig) -> PackedModel | Non
     return model
 
 
-class Packing(Protocol):
-    """How a checkpoint's matrices are packed."""
-
-    def numerics(self, config: Any) -> str:
-        """What replay compares. `config`: transformers'."""
-
-    def names(self, checkpoint: Checkpoint) -> Collection[str]:
-        """Of weights, as if nothing were quantised."""
-
-    def matrix(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Weight:
-        """In `dtype` if it is not packed. Raises `CheckpointError` or ValueError."""
-
-    def bytes(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Of a matrix in memory."""
-
-
 class ChosenPacking:
     """Matrices of floats become `EngineConfig.quantization`."""
 
@@ -89,15 +73,19 @@ class ChosenPacking:
         self._quantization = quantization
 
     def numerics(self, config: Any) -> str:
+        """What replay compares. `config`: transformers'."""
         return f" as {self._quantization}"
 
     def names(self, checkpoint: Checkpoint) -> Collection[str]:
+        """Of weights, as if nothing were quantised."""
         return checkpoint.names
 
     def matrix(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Weight:
+        """In `dtype` if it is not packed. Raises `CheckpointError` or ValueError."""
         return quantized(checkpoint.tensor(name, dtype), self._layout(name), name)
 
     def bytes(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Of a matrix in memory."""
         return shape[0] * packed_bytes(shape[1], self._layout(name))
 
     def _layout(self, name: str) -> Quantization:
@@ -105,7 +93,10 @@ class ChosenPacking:
 
 
 class StoredPacking:
-    """Integers, and floats of 8 and 4 bits, stay what they are; the checkpoint's other matrices are not packed."""
+    """Integers, and floats of 8 and 4 bits, stay what they are; the checkpoint's other matrices are not packed.
+
+    Methods: see `ChosenPacking`.
+    """
 
     def __init__(self, settings: Settings) -> None:
         """`settings`: `quantization_config`."""
@@ -149,6 +140,9 @@ class StoredPacking:
 def _of_module(checkpoint: Checkpoint, module: str) -> list[str]:
     """A module's tensors."""
     return [name for name in checkpoint.names if name.startswith(f"{module}.")]
+
+
+Packing = ChosenPacking | StoredPacking
 
 
 def packing_of(path: Path, engine: EngineConfig) -> Packing | None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from paceline.model.layer_weights import (
 )
 from paceline.model.loading import end_tokens, positions_of
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
+from paceline.model.native.native_library import dequantize
 from paceline.model.native.native_network import NativeNetwork, head_width
-from paceline.model.native.native_product import dequantize
 from paceline.model.rows import Row
 from paceline.text import vocabulary_fingerprint
 
@@ -93,19 +93,13 @@ class PackedWeights(ABC):
 class PackedLayers(Sequence[LayerWeights[Weight]]):
     """A model's layers, each read when it is asked for, and not kept."""
 
-    def __init__(self, weights: PackedWeights, heads: Heads, network: PackedNetwork, layers: range) -> None:
-        self._weights, self._heads, self._network, self._layers = weights, heads, network, layers
+    def __init__(self, weights: PackedWeights, heads: Heads, network: PackedNetwork, count: int) -> None:
+        self._weights, self._heads, self._network, self._layers = weights, heads, network, range(count)
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    @overload
-    def __getitem__(self, n: int) -> LayerWeights[Weight]: ...
-    @overload
-    def __getitem__(self, n: slice) -> Sequence[LayerWeights[Weight]]: ...
-    def __getitem__(self, n: int | slice) -> LayerWeights[Weight] | Sequence[LayerWeights[Weight]]:
-        if isinstance(n, slice):
-            return PackedLayers(self._weights, self._heads, self._network, self._layers[n])
+    def __getitem__(self, n: int) -> LayerWeights[Weight]:  # type: ignore[override] # nothing slices it
         return self._weights.layer(self._layers[n], self._heads, self._network)
 
 
@@ -163,7 +157,7 @@ class PackedModel(TransformersModel):
         )
         self._parts, self._embedding = network, weights.matrix(EMBEDDING)
         self._network = NativeNetwork(
-            PackedLayers(weights, heads, network, range(info.layers)),
+            PackedLayers(weights, heads, network, info.layers),
             heads,
             cache,
             network.rotaries[0],

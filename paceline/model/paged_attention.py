@@ -178,7 +178,8 @@ class PagedPass:
     def of(cls, cache: KVCache, attention: PagedAttention, rows: Sequence[Row], size: int | None = None) -> PagedPass:
         """`size`: rows with padding; None: the next multiple of GROUP."""
         size = size or -(-len(rows) // GROUP) * GROUP
-        return cls(cache, attention, *row_columns(rows, size, cache.padding_slot, cache.device), {}, rows)
+        tokens, positions, slots = row_columns(rows, size, cache.padding_slot, cache.device)
+        return cls(cache, attention, tokens, positions, slots, {}, rows)
 
     @classmethod
     def empty(

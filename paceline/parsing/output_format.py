@@ -138,12 +138,7 @@ class OutputParser:
 
 
 def _message(
-    reader: TextReader,
-    reasoning: ReasoningFormat | None,
-    tool_format: ToolFormat | None,
-    tools: Tools,
-    *,
-    inside: bool,
+    reader: TextReader, reasoning: ReasoningFormat | None, tool_format: ToolFormat | None, tools: Tools, *, inside: bool
 ) -> Steps[None]:
     answer: Callable[[], Steps[object]] = partial(reader.until, (), Content)
     if tool_format is not None:

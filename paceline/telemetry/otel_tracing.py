@@ -17,15 +17,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from paceline import __version__
-from paceline.telemetry.tracing import (
-    NO_ATTRIBUTES,
-    NO_SPAN,
-    REQUEST_SPAN,
-    Attributes,
-    SpanRole,
-    TraceSpan,
-    Tracing,
-)
+from paceline.telemetry.tracing import NO_ATTRIBUTES, NO_SPAN, REQUEST_SPAN, Attributes, SpanRole, TraceSpan, Tracing
 
 FLUSH_S = 3.0
 """How long a service that stops waits for its last spans to be sent."""
@@ -51,12 +43,7 @@ class OtelTracing(Tracing):
         return _started(self._tracer, REQUEST_SPAN, self._w3c.extract(headers), attributes, "server")
 
     def start(
-        self,
-        name: str,
-        trace_parent: str,
-        attributes: Attributes = NO_ATTRIBUTES,
-        *,
-        role: SpanRole = "internal",
+        self, name: str, trace_parent: str, attributes: Attributes = NO_ATTRIBUTES, *, role: SpanRole = "internal"
     ) -> TraceSpan:
         if not trace_parent:
             return NO_SPAN
@@ -114,12 +101,7 @@ class OtelSpan(TraceSpan):
 
 
 def _started(
-    tracer: Tracer,
-    name: str,
-    parent: Context,
-    attributes: Attributes,
-    role: SpanRole,
-    at_ns: int | None = None,
+    tracer: Tracer, name: str, parent: Context, attributes: Attributes, role: SpanRole, at_ns: int | None = None
 ) -> TraceSpan:
     span = tracer.start_span(name, parent, KINDS[role], attributes, start_time=at_ns)
     return OtelSpan(tracer, span) if span.is_recording() else NO_SPAN

@@ -89,12 +89,7 @@ class Tracing:
         return NO_SPAN
 
     def start(
-        self,
-        name: str,
-        trace_parent: str,
-        attributes: Attributes = NO_ATTRIBUTES,
-        *,
-        role: SpanRole = "internal",
+        self, name: str, trace_parent: str, attributes: Attributes = NO_ATTRIBUTES, *, role: SpanRole = "internal"
     ) -> TraceSpan:
         """Start a span below another one, given by its `trace_parent`; see `TraceSpan.child`."""
         return NO_SPAN

@@ -83,13 +83,9 @@ def _named(names: str, kind: PreTokenizer) -> dict[str, PreTokenizer]:
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **_named("default", PreTokenizer((PUNCTUATION, GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"))),
     **_named(
-        "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion exaone4 granite-docling",
-        PreTokenizer((GPT_2,)),
+        "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion exaone4 granite-docling", PreTokenizer((GPT_2,))
     ),
-    **_named(
-        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-        PreTokenizer((r"\p{N}", GPT_2)),
-    ),
+    **_named("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", PreTokenizer((r"\p{N}", GPT_2))),
     **_named(
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
         PreTokenizer((LLAMA_3,), ignores_merges=True, adds_bos=True),

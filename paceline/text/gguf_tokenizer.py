@@ -172,10 +172,7 @@ def _added_tokens(file: GgufFile, vocabulary: GgufVocabulary) -> list[AddedToken
     strips = vocabulary.model == SENTENCEPIECE and file.get("general.architecture", str) == "phi3"
     return [
         AddedToken(
-            token,
-            normalized=False,
-            special=vocabulary.is_special(id_),
-            rstrip=strips and token not in KEEPS_SPACE,
+            token, normalized=False, special=vocabulary.is_special(id_), rstrip=strips and token not in KEEPS_SPACE
         )
         for token, id_ in vocabulary.added.items()
     ]

@@ -82,8 +82,7 @@ def _byte_level(token: str) -> bytes:
 def _in_context(backend: Backend, tokens: list[str]) -> list[bytes]:
     """The bytes that each token adds after another token, for decoders that depend on nothing else."""
     first = next(
-        (i for i, token in enumerate(tokens) if token.isascii() and token.isalnum() and backend.decode([i])),
-        None,
+        (i for i, token in enumerate(tokens) if token.isascii() and token.isalnum() and backend.decode([i])), None
     )
     if first is None:
         raise ValueError("the tokenizer has no plain ASCII token to measure the others against")

@@ -24,8 +24,7 @@ from paceline.model.attention import Heads, KVCache
 from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, StateFusion
 from paceline.model.layers import TorchNetwork
 from paceline.model.native import native_network as native
-from paceline.model.native.native_library import NativeLibrary
-from paceline.model.native.native_product import NativeProduct
+from paceline.model.native.native_library import NativeLibrary, NativeProduct
 from paceline.model.rows import SlotTable
 from paceline.model.torch_attention import TorchAttention
 

@@ -24,7 +24,7 @@ from paceline.model.block_quantization import TYPES, quantized
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.layer_weights import MATRICES, LayerWeights, QuantizedWeight
 from paceline.model.native import native_network
-from paceline.model.native.native_product import dequantize
+from paceline.model.native.native_library import dequantize
 from paceline.model.packed_floats import floats
 from paceline.model.packed_integers import integers
 from paceline.model.packed_model import PackedModel

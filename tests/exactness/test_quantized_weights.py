@@ -18,8 +18,7 @@ from paceline.model.layer_weights import QuantizedWeight
 from paceline.model.native import native_library
 from paceline.model.native.build import ISAS, SOURCES, compile_library, find_compiler, native_description
 from paceline.model.native.native_attention import NativeAttention
-from paceline.model.native.native_library import NativeLibrary
-from paceline.model.native.native_product import NativeProduct, dequantize
+from paceline.model.native.native_library import NativeLibrary, NativeProduct, dequantize
 from paceline.model.packed_integers import IntegerMatrix
 from paceline.model.rows import SlotTable
 from tests.exactness.quantized_weights import (

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from paceline.config import EngineConfig
 from paceline.model import layers
-from paceline.model.layers import Linear
+from paceline.model.layers import Linear, chunked_product, use_chunked_linear
 from paceline.model.loading import build
 from paceline.model.native.build import NativeUnavailableError
-from paceline.model.row_invariant_linear import chunked_product, use_chunked_linear
 from paceline.model.row_probe import is_row_invariant
 from tests.exactness.test_rows import network
 

@@ -17,7 +17,7 @@ from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.noise import gumbel, noise_bits
 from paceline.core.sampling import LOWEST_TEMPERATURE, FindCandidates, draw, scores, top_scores
 from paceline.engine.log_probabilities import log_probs
-from paceline.model.native.native_product import draw_candidates
+from paceline.model.native.native_library import draw_candidates
 
 VOCABULARY = 24
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")

@@ -16,12 +16,7 @@ from paceline.model.rows import GROUP, Row
 
 
 class _NativeOptions(ctypes.Structure):
-    _fields_ = (
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("window", ctypes.c_int32),
-        ("sinks", Pointer),
-    )
+    _fields_ = (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int32), ("sinks", Pointer))
 
 
 class _AttentionSpec(ctypes.Structure):

@@ -166,12 +166,7 @@ class NativeNetwork:
         feed.raise_failure()
 
     def run(
-        self,
-        rows: Sequence[Row],
-        wanted: Sequence[int],
-        layers: Sequence[int] = (),
-        *,
-        states: Tensor | None = None,
+        self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int] = (), *, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """One pass: float32 logits [wanted, vocabulary], outputs of `layers` [rows, layers, hidden] if there are any.
 

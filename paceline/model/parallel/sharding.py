@@ -25,13 +25,8 @@ TpPlan = Mapping[str, str]
 
 LOCAL_STYLES = frozenset(
     {
-        "colwise",
-        "local_params",
-        "mla_kv_a_proj",
-        "packed_colwise",
-        "packed_rowwise",
-        "replicate",
-        "replicated_with_grad_allreduce",
+        *("colwise", "local_params", "mla_kv_a_proj", "packed_colwise", "packed_rowwise"),
+        *("replicate", "replicated_with_grad_allreduce"),
     }
 )
 """Styles whose output needs no communication: a rank's part is enough, or it has all of it."""

@@ -95,9 +95,5 @@ def _value(reader: TextReader, before: str) -> Steps[bool]:
 
 
 GEMMA4 = ToolFormat(
-    "gemma4",
-    parse,
-    markers=(BEGIN, END, QUOTE),
-    template_signs=(BEGIN, CALL, QUOTE),
-    call=(BEGIN + CALL, "", END),
+    "gemma4", parse, markers=(BEGIN, END, QUOTE), template_signs=(BEGIN, CALL, QUOTE), call=(BEGIN + CALL, "", END)
 )

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from paceline.parsing.argument_types import argument_types
-from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
+from paceline.parsing.tagged_arguments import Argument, Tags, argument_types, tagged_call
 from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 

@@ -6,7 +6,7 @@ call if a tool has its name.
 
 from __future__ import annotations
 
-from paceline.parsing.object_calls import BARE, object_calls
+from paceline.parsing.json_text import BARE, object_calls
 from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 

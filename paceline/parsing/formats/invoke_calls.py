@@ -1,7 +1,8 @@
 """Calls: `<invoke name="f">`, `<parameter name="a">1</parameter>`, ..., `</invoke>`, with markers around all calls.
 
 At the end a table of the families that write them. DeepSeek's versions differ in the name of the element around all
-calls; V4.1 has spaces behind the token.
+calls; V4.1 has spaces behind the token. MiniCPM5 writes `<function name="f"><param name="a">1</param></function>`,
+values with or without `<![CDATA[...]]>`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.parsing.argument_types import PYTHON_TYPES, argument_types
-from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
+from paceline.parsing.tagged_arguments import PYTHON_TYPES, Argument, Tags, argument_types, tagged_call
 from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
@@ -108,4 +108,33 @@ DEEPSEEK_V4 = InvokeTags(f"<{TOKEN}tool_calls>", TOKEN).tool_format(
 TAGS = InvokeTags("<minimax:tool_call>")
 MINIMAX_M2 = TAGS.tool_format(
     "minimax_m2", markers=(TAGS.section, TAGS.section_end), template_signs=("minimax:tool_call", "invoke name=")
+)
+
+
+FUNCTION, FUNCTION_END = '<function name="', "</function>"
+PARAMETER, PARAMETER_END = '<param name="', "</param>"
+CDATA, CDATA_END = "<![CDATA[", "]]>"
+
+
+def parse_minicpm(reader: TextReader, tools: Tools) -> Steps[None]:
+    """No token marks a call: a tool must have the function's name."""
+    while (yield from reader.until((FUNCTION,), Content)):
+        name = yield from reader.run(QUOTED)
+        known = name in tools and (yield from reader.accept('">'))
+        if not known or not (yield from tagged_call(reader, name, tools[name], MINICPM_TAGS)):
+            yield Content(reader.since_mark())
+
+
+def _param_head(reader: TextReader, schema: JsonSchema) -> Steps[Argument | None]:
+    key = yield from reader.run(QUOTED)
+    if not key or not (yield from reader.accept_cut('">')):
+        return None
+    yield from reader.accept(CDATA)
+    return key, argument_types(schema, key)
+
+
+BEHIND = (PARAMETER, FUNCTION_END)
+MINICPM_TAGS = Tags(PARAMETER, _param_head, {CDATA_END + PARAMETER_END: BEHIND, PARAMETER_END: BEHIND}, FUNCTION_END)
+MINICPM5 = ToolFormat(
+    "minicpm5", parse_minicpm, markers=(), template_signs=(FUNCTION, PARAMETER), call=(FUNCTION, '">', FUNCTION_END)
 )

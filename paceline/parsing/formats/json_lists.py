@@ -2,7 +2,7 @@
 
 One object without the list is read, too; GigaChat, Granite 20B and InternLM write nothing else. Apertus has the name
 for a key: `{"f": {...}}`.
-Cohere and GigaChat also have markers around the answer.
+Cohere, GigaChat and Hunyuan A13B also have markers around the answer.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paceline.parsing.json_text import call_by_name, call_fields, call_object, json_string, json_value
-from paceline.parsing.object_calls import call_list
+from paceline.parsing.json_text import call_by_name, call_fields, call_list, call_object, json_string, json_value
 from paceline.parsing.text_reader import Content, Steps, TextReader
 from paceline.parsing.tool_format import JSON_CALL, ToolFormat, Tools
+
+CALLS, CALLS_END = "<tool_calls>", "</tool_calls>"
+ANSWER, ANSWER_END = "<answer>", "</answer>"
 
 ReadCall = Callable[[TextReader, Tools], Steps[bool]]
 
@@ -85,8 +87,41 @@ def _bare(reader: TextReader, tools: Tools) -> Steps[bool]:
     return bool((yield from reader.accept("{"))) and (yield from call_fields(reader, names=tools))
 
 
+def _parse_hunyuan(reader: TextReader, tools: Tools) -> Steps[None]:
+    """The markers around the answer are mere text, which an answer may mention.
+
+    So the first one is a marker only at the beginning of the answer, and the second one at its end.
+    """
+    reader.mark()
+    if not (yield from reader.skip(ANSWER)):
+        reader.reset()
+    while marker := (yield from reader.until((CALLS, ANSWER_END), Content)):
+        if marker == CALLS and tools and (yield from reader.skip("[")):
+            if (yield from call_list(reader, call_object)):
+                yield from reader.skip_closing(CALLS_END)
+        elif marker == CALLS or not (yield from _ends(reader)):
+            yield Content(reader.since_mark())
+
+
+def _ends(reader: TextReader) -> Steps[bool]:
+    """Whether nothing but white space comes."""
+    yield from reader.space()
+    return not (yield from reader.peek())
+
+
+HUNYUAN_A13B = ToolFormat(
+    "hunyuan_a13b",
+    _parse_hunyuan,
+    markers=(CALLS, CALLS_END, ANSWER, ANSWER_END),
+    template_signs=("<tool_calls>[", "<|extra_0|>"),
+    call=JSON_CALL,
+    separator=", ",
+    opening=f"{CALLS}[",
+    closing=f"]{CALLS_END}",
+    wraps_content=True,
+)
 NEMOTRON_JSON = _Family(("<TOOLCALL>",), "</TOOLCALL>").tool_format("nemotron_json", ("<TOOLCALL>",))
-APRIEL = _Family(("<tool_calls>",), "</tool_calls>").tool_format("apriel", ("<tool_calls>[",))
+APRIEL = _Family((CALLS,), CALLS_END).tool_format("apriel", ("<tool_calls>[",))
 GRANITE = _Family(("<|tool_call|>", "<tool_call>")).tool_format("granite", ("<|tool_call|> followed by a JSON list",))
 PHI4_MINI = _Family(("<|tool_call|>", "functools["), "<|/tool_call|>").tool_format("phi4_mini_json", ("<|/tool|>",))
 APERTUS = _Family(("<|tools_prefix|>",), "<|tools_suffix|>", _named_by_key).tool_format(

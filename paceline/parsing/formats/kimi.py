@@ -13,9 +13,8 @@ import html
 import re
 from dataclasses import replace
 
-from paceline.parsing.argument_types import argument_types
 from paceline.parsing.json_text import call_by_name
-from paceline.parsing.tagged_arguments import Argument, Tags, tagged_call
+from paceline.parsing.tagged_arguments import Argument, Tags, argument_types, tagged_call
 from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 

@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from paceline.parsing.argument_types import argument_types
 from paceline.parsing.json_text import call_arguments
-from paceline.parsing.tagged_arguments import argument_value, quoted
+from paceline.parsing.tagged_arguments import argument_types, argument_value, quoted
 from paceline.parsing.text_reader import SPACE, Content, Steps, TextReader
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 

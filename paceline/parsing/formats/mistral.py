@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.parsing.json_text import call_by_name, call_object
-from paceline.parsing.object_calls import call_list
+from paceline.parsing.json_text import call_by_name, call_list, call_object
 from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import JSON_CALL, ToolFormat, Tools
 

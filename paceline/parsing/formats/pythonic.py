@@ -11,9 +11,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from paceline.parsing.argument_types import keywords_json
-from paceline.parsing.json_text import ValueScan, call_object
-from paceline.parsing.object_calls import call_list
+from paceline.parsing.json_text import ValueScan, call_list, call_object
+from paceline.parsing.tagged_arguments import keywords_json
 from paceline.parsing.text_reader import NAME, Content, Steps, TextReader
 from paceline.parsing.tool_format import ToolFormat, Tools
 

@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from paceline.parsing.argument_types import argument_types, value_json
 from paceline.parsing.json_text import call_arguments
-from paceline.parsing.tagged_arguments import Argument, Tags, quoted, tagged_call
+from paceline.parsing.tagged_arguments import Argument, Tags, argument_types, quoted, tagged_call, value_json
 from paceline.parsing.text_reader import SPACE, Content, Steps, TextReader, ToolArguments
 from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 

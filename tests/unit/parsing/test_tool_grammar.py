@@ -123,9 +123,7 @@ SPECIAL = ToolFormat(
     HERMES.parse,
     markers=("<call>",),
     template_signs=(),
-    begin="<call>a",
-    middle=":",
-    end="</think>",
+    call=("<call>a", ":", "</think>"),
     opening="\n[",
     closing="]<call>",
 )
