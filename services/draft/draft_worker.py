@@ -65,12 +65,5 @@ async def draft_worker(
 
 
 def worker_record(draft: DraftDescription, address: str) -> WorkerRecord:
-    return WorkerRecord(
-        "draft",
-        draft.worker_id,
-        address,
-        draft.model,
-        draft.method,
-        draft.vocabulary_fingerprint,
-        started_at=time.time(),
-    )
+    model, method, fingerprint = draft.model, draft.method, draft.vocabulary_fingerprint
+    return WorkerRecord("draft", draft.worker_id, address, model, method, fingerprint, started_at=time.time())
