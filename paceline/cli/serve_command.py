@@ -22,8 +22,7 @@ from paceline.cli.supervisor import Supervisor
 from paceline.config import SpeculativeConfig
 from paceline.family import NAMES
 from paceline.launcher import StartError
-from paceline.model_names import BROKEN
-from paceline.published_models import PUBLISHED
+from paceline.model_names import BROKEN, PUBLISHED
 from paceline.telemetry.logs import LineFormatter
 
 log = logging.getLogger(__name__)

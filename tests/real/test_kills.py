@@ -10,8 +10,9 @@ import pytest
 from loadtests.chaos.chaos_cases import SENTENCES, cases
 from loadtests.chaos.chaos_stack import REPLAYS, running
 from paceline.cli.deployment import DeploymentOptions
+from paceline.cli.model_download import download
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.published_models import SMOLLM2, download
+from paceline.model_names import SMOLLM2
 from tests.helpers.streams import PATIENCE_S, client, streaming
 from tests.helpers.waiting import until
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from paceline import family
+from paceline.cli.model_download import download
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.drafting import complete_config
 from paceline.family import PUBLISHED_HEADS
 from paceline.llm import LLM
-from paceline.published_models import QWEN_05B, SMOLLM2, download
+from paceline.model_names import QWEN_05B, SMOLLM2
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 

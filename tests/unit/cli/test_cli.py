@@ -21,7 +21,7 @@ from paceline.cli.http_client import HttpCompletion
 from paceline.cli.progress import progress
 from paceline.cli.token_colours import ACCEPTED, BONUS, TokenPainter, served_summary
 from paceline.doctor.prompt_file import CODE_FILES, code_prompts
-from paceline.published_models import PUBLISHED, SMOLLM2
+from paceline.model_names import PUBLISHED, SMOLLM2
 from paceline_lab.bench import control_plane
 from paceline_lab.bench.bench_measurement import results_kept_on_interrupt
 from paceline_lab.bench.demo import DemoRuns

@@ -26,7 +26,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.vllm_options import VllmOptions
 from paceline.host_port import LISTENING_PORTS
 from paceline.launcher import StartError
-from paceline.published_models import QWEN_05B, SMOLLM2
+from paceline.model_names import QWEN_05B, SMOLLM2
 from tests.helpers.checkpoints import save_checkpoint
 
 REDIS = "redis://127.0.0.1:6379/0"

