@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,7 +93,7 @@ def plan_memory(
         if (found := _outlined(target_model, engine.model_copy(update={"tensor_parallel_size": size}))) is None:
             return engine
         lender, target_need = found
-    draft_need, states = _draft_memory(speculation, engine, lender, worker=not target)
+    draft_need, states = _planned_draft(speculation, engine, lender, worker=not target)
     target_need += states
     own = target_need * target + draft_need * draft
     if not own.bytes_per_slot:
@@ -208,45 +209,46 @@ def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineCo
     return total
 
 
-def _draft_memory(
+def _planned_draft(
     speculation: SpeculativeConfig, engine: EngineConfig, target: TargetWeights | None, *, worker: bool
+) -> tuple[WorkerMemory, WorkerMemory]:
+    """`draft_memory`, but nothing for a class of the user's own, which says only later what it reads, nor for an
+    unsuitable checkpoint: building its speculator says why."""
+    if speculation.method != "custom_class":
+        with suppress(ValueError, OSError, ModelNotFoundError):
+            return draft_memory(speculation, engine, target, worker=worker)
+    return WorkerMemory(), WorkerMemory()
+
+
+def draft_memory(
+    speculation: SpeculativeConfig, engine: EngineConfig, target: TargetWeights | None, *, worker: bool = False
 ) -> tuple[WorkerMemory, WorkerMemory]:
     """Of a speculator, and of the hidden states that its target keeps by slot.
 
-    A head in a draft worker reads two matrices of its target, and counts a pass of the target's. Nothing for a class of
-    the user's own and for a pool, which say only later what they read, nor for an unsuitable checkpoint: building its
-    speculator says why.
+    `worker`: in a draft worker a head reads two matrices of its target, and counts a pass of the target's. Raises
+    `CheckpointError` or `ModelNotFoundError`, for a class of the user's own as building it does.
     """
-    row = METHODS.get(speculation.method)
-    if not speculation.enabled or row is None or speculation.method == "custom_class":
-        return WorkerMemory(), WorkerMemory()
-    try:
-        if row.kind == "model" and speculation.model is not None:
-            size = speculation.draft_tensor_parallel_size
-            settings = engine.model_copy(update={"max_model_len": None, "tensor_parallel_size": size})
-            found = _outlined(speculation.model, settings)
-            return WorkerMemory() if found is None else found[1], WorkerMemory()
-        if target is None:
-            return WorkerMemory(), WorkerMemory()
-        number = target.hidden_size * target.dtype.itemsize
-        states = WorkerMemory(bytes_per_slot=len(hidden_state_layers(speculation, engine, lambda: target)) * number)
-        head = _checkpoint_memory(speculation, target, engine)
-        if worker and head.weights:
-            activations = _activations(target.config, Heads.of(target.config), target.dtype, engine)
-            head += WorkerMemory(2 * target.vocabulary_size * number, activations)
-        return head, states
-    except (ValueError, OSError, ModelNotFoundError):
-        return WorkerMemory(), WorkerMemory()
+    none, row = WorkerMemory(), METHODS.get(speculation.method)
+    if not speculation.enabled or row is None:
+        return none, none
+    if row.kind == "model" and speculation.model is not None:
+        size = speculation.draft_tensor_parallel_size
+        settings = engine.model_copy(update={"max_model_len": None, "tensor_parallel_size": size})
+        found = _outlined(speculation.model, settings)
+        return none if found is None else found[1], none
+    if target is None:
+        return none, none
+    number = target.hidden_size * target.dtype.itemsize
+    states = WorkerMemory(bytes_per_slot=len(hidden_state_layers(speculation, engine, lambda: target)) * number)
+    head = _head_memory(speculation, target, engine) if row.kind == "head" else none
+    if worker and head.weights:
+        activations = _activations(target.config, Heads.of(target.config), target.dtype, engine)
+        head += WorkerMemory(2 * target.vocabulary_size * number, activations)
+    return head, states
 
 
-def _checkpoint_memory(config: SpeculativeConfig, target: TargetWeights, engine: EngineConfig) -> WorkerMemory:
-    """The weights, packed if `engine` says so, and the cache of a speculator with a checkpoint; nothing for others.
-
-    Raises `CheckpointError` or `ModelNotFoundError`.
-    """
-    row = METHODS.get(config.method)
-    if row is None or row.kind not in ("model", "head") or (config.model and is_fake_model(config.model)):
-        return WorkerMemory()
+def _head_memory(config: SpeculativeConfig, target: TargetWeights, engine: EngineConfig) -> WorkerMemory:
+    """The weights, packed if `engine` says so, and the cache. Raises `CheckpointError` or `ModelNotFoundError`."""
     checkpoint = Checkpoint(target.folder if config.model is None else resolve_model(config.model))
     names = mtp_layer_names(checkpoint) if config.model is None else checkpoint.names
     size = target.dtype.itemsize
@@ -262,49 +264,6 @@ def _matrix_bytes(name: str, shape: Sequence[int], packing: Quantization | None,
     from paceline.model.block_quantization import BROADEST, packed_bytes
 
     return shape[0] * packed_bytes(shape[1], BROADEST if name.endswith("lm_head.weight") else packing)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftMemory:
-    """What a draft in the target's process needs beside the target, in bytes. `states`: the target's hidden states,
-    kept by slot."""
-
-    weights: int = 0
-    cache: int = 0
-    states: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.states
-
-    def fits(self, free: int | None) -> bool:
-        """`free`: None if unknown."""
-        return free is None or self.total <= free
-
-
-def draft_memory(
-    config: SpeculativeConfig, target: TargetWeights, engine: EngineConfig, state_layers: int
-) -> DraftMemory:
-    """`engine`: the target's. `state_layers`: the number of target layers whose output the draft reads.
-
-    Raises `CheckpointError` or `ModelNotFoundError`.
-    """
-    draft, slots = _checkpoint_memory(config, target, engine), engine.slot_count
-    draft = _model_memory(config, engine) or draft
-    states = state_layers * target.hidden_size * target.dtype.itemsize
-    return DraftMemory(
-        draft.weights,
-        draft.bytes_per_slot * (slots + SPARE_SLOTS),
-        states * (slots + 1),
-    )
-
-
-def _model_memory(config: SpeculativeConfig, engine: EngineConfig) -> WorkerMemory | None:
-    """Of a draft that is a model, packed if it is; None for another kind of draft, and without an outline."""
-    if METHODS[config.method].kind != "model" or config.model is None or is_fake_model(config.model):
-        return None
-    found = _outlined(config.model, engine.model_copy(update={"max_model_len": None}))
-    return None if found is None else found[1]
 
 
 def cached_numbers(method: str, config: Any, target: dict[str, Any]) -> int:

@@ -12,10 +12,9 @@ import torch
 from paceline.config import SpeculativeConfig
 from paceline.doctor.candidates import CandidateMethod, combined_candidate
 from paceline.doctor.causes import Cause, causes
-from paceline.doctor.measurement import MeasurementSettings, measure, need
+from paceline.doctor.measurement import DraftMemory, MeasurementSettings, measure, need
 from paceline.doctor.measurements import MethodMeasurement
 from paceline.llm import LLM, VocabularyMismatchError
-from paceline.memory_plan import DraftMemory
 from paceline.model.device_memory import free_bytes, gigabytes
 from paceline.model_names import ModelNotFoundError
 

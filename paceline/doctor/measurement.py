@@ -15,9 +15,10 @@ from paceline.config import LOOKUP_METHODS, MODEL_METHODS, SamplingParams, Specu
 from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
 from paceline.doctor.candidates import CandidateMethod
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
-from paceline.drafting import complete_config, hidden_state_layers
+from paceline.drafting import complete_config
 from paceline.llm import LLM, Completion
-from paceline.memory_plan import DraftMemory, draft_memory
+from paceline.memory_plan import draft_memory
+from paceline.model.attention import SPARE_SLOTS
 from paceline.model_names import is_fake_model
 from paceline.text import Tokenizer
 
@@ -169,13 +170,31 @@ def other_special_tokens(draft: Tokenizer, target: Tokenizer) -> Sequence[str]:
     return tuple(role for role, (one, other) in tokens.items() if one and other and one != other)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """What a draft in the target's process needs beside the target, in bytes. `states`: the target's hidden states,
+    kept by slot."""
+
+    weights: int = 0
+    cache: int = 0
+    states: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.states
+
+    def fits(self, free: int | None) -> bool:
+        """`free`: None if unknown."""
+        return free is None or self.total <= free
+
+
 def need(target: LLM, config: SpeculativeConfig) -> DraftMemory:
     """The memory that a method needs beside this target. Raises as `measure` does."""
     if is_fake_model(target.model.name):
         return DraftMemory()
-    config = complete_config(config, target.model.name)
-    layers = hidden_state_layers(config, target.config, target.model.target_weights)
-    return draft_memory(config, target.model.target_weights(), target.config, len(layers))
+    config, slots = complete_config(config, target.model.name), target.config.slot_count
+    draft, states = draft_memory(config, target.config, target.model.target_weights())
+    return DraftMemory(draft.weights, draft.bytes_per_slot * (slots + SPARE_SLOTS), states.bytes_per_slot * (slots + 1))
 
 
 def forecast_tokens_per_s(acceptance: MeasuredAcceptance, requests: int, most_rows: int, cost: RowCost) -> float:

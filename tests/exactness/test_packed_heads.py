@@ -117,7 +117,7 @@ def test_the_plan_counts_a_packed_head_s_bytes(tmp_path: Path) -> None:
     config = SpeculativeConfig(method="eagle3", model=str(folder))
 
     def weights(quantization: Quantization | None) -> int:
-        return draft_memory(config, target, EngineConfig(slots=256, quantization=quantization), 3).weights
+        return draft_memory(config, EngineConfig(slots=256, quantization=quantization), target)[0].weights
 
     tensors = head_methods.HEAD_METHODS["eagle3"].tensors
     packed = sum(each.numel() for name, each in tensors.items() if name.endswith("_proj.weight"))

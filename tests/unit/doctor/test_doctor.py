@@ -29,6 +29,7 @@ from paceline.doctor.candidates import CandidateMethod, candidates, combined_can
 from paceline.doctor.causes import causes
 from paceline.doctor.diagnosis import DiagnosedMethod, RejectedMethod, advice, config_json, examined, pays_up_to
 from paceline.doctor.measurement import (
+    DraftMemory,
     MeasurementSettings,
     PairedRun,
     TimedCompletions,
@@ -42,7 +43,7 @@ from paceline.doctor.measurement import (
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import PromptsError, encoded, lack_chat_template, read
 from paceline.llm import LLM
-from paceline.memory_plan import DraftMemory, cached_numbers
+from paceline.memory_plan import cached_numbers
 from paceline.messages import SpeculationStats
 from paceline.model.attention import SPARE_SLOTS, Heads
 from paceline.model.device_memory import available
