@@ -37,11 +37,6 @@ class HttpCompletion:
     speculation: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """On the target's own clock, from the request's arrival to its last token."""
-        return len(self.tokens) / self.timings["total_s"]
-
     def take(self, chunk: Mapping[str, Any]) -> None:
         """Add one chunk of the stream."""
         for choice in chunk["choices"]:
@@ -72,13 +67,9 @@ class HttpClient:
         path: str,
         body: Mapping[str, Any],
         on_progress: Callable[[HttpCompletion], None] = lambda _: None,
-        completion: HttpCompletion | None = None,
     ) -> HttpCompletion:
-        """Stream a completion; `on_progress` is called after every chunk. Raises `ApiRefusedError`, or httpx's errors.
-
-        `completion` is filled and returned; a caller that passes one keeps its content after a cancellation.
-        """
-        completion = completion or HttpCompletion()
+        """Stream a completion, and call `on_progress` after each chunk. Raises `ApiRefusedError` or httpx's errors."""
+        completion = HttpCompletion()
         async for line in self._lines(path, body):
             _read(completion, line)
             on_progress(completion)

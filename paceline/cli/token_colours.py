@@ -32,14 +32,15 @@ class TokenPainter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._shown = 0
+        self.text = ""
+        """What has been printed."""
 
     def __call__(self, completion: PaintedCompletion) -> None:
-        new = range(self._shown, len(completion.text))
+        new = range(len(self.text), len(completion.text))
         for style, offsets in groupby(new, lambda offset: _style(completion, offset)):
             text = "".join(completion.text[offset] for offset in offsets)
             self._console.print(Text(text, style), end="", soft_wrap=True)
-        self._shown = len(completion.text)
+        self.text = completion.text
 
 
 def summary(completion: PaintedCompletion, seconds: float, verifications: int) -> str:

@@ -165,7 +165,6 @@ def test_a_completion_sums_its_chunks() -> None:
     answer.take({"choices": [{"delta": {}, "finish_reason": "stop"}]})
     answer.take({"choices": [], "speculation": {"verifications": 1}, "timings": {"total_s": 0.5}})
     assert (answer.text, answer.tokens, answer.finish_reason) == ("abcd", [5, 6], "stop")
-    assert answer.tokens_per_s == 4.0
 
 
 def test_text_takes_the_colour_of_its_token() -> None:
