@@ -78,17 +78,8 @@ class Engine:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.warning)
         self._clock = clock
         self._meter = StepMeter(cost, model.slots, clock)
-        lockstep = speculative_config.draft_schedule == "lockstep"
         self._draft_client = draft_client
-        self._draft_manager = DraftManager(
-            draft_client,
-            lookup_clients,
-            speculative_config,
-            make_draft_schedule(draft_client.concurrent, lockstep, self._meter.cost, clock),
-            model.vocabulary_size,
-            clock,
-            self._gather_hidden_states,
-        )
+        self._draft_manager = self._make_draft_manager(lookup_clients)
         self._grammars = grammars or GrammarCompiler.of(model.name, model.vocabulary_size)
         self._pass = ModelPass(
             model, make_verifier(speculative_config, draw_candidates), draft_client.hidden_state_layers, clock
@@ -120,6 +111,13 @@ class Engine:
         """As of the last step."""
         last = self.last_step
         return EngineLoad(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
+
+    def _make_draft_manager(self, lookup_clients: Sequence[DraftClient]) -> DraftManager:
+        client, config = self._draft_client, self._speculative_config
+        lockstep = config.draft_schedule == "lockstep"
+        schedule = make_draft_schedule(client.concurrent, lockstep, self._meter.cost, self._clock)
+        size = self.model.vocabulary_size
+        return DraftManager(client, lookup_clients, config, schedule, size, self._clock, self._gather_hidden_states)
 
     def _gather_hidden_states(self, key: int, start: int, stop: int) -> Tensor:
         return self._pass.hidden_states.gather(self._requests[key].slot_table.slots[start:stop])

@@ -256,9 +256,8 @@ class VllmEngine:
             request.replayed = max(0, start - len(tokens))
         if completion.finish_reason == "stop" and self._ends_grammar_only(request, tokens[-1]):
             tokens.pop()
-        reason = None if completion.finish_reason is None else FINISH_REASONS.get(completion.finish_reason)
-        if completion.finish_reason is not None and reason is None:
-            reason = FinishReason.ERROR
+        ended = completion.finish_reason
+        reason = None if ended is None else FINISH_REASONS.get(ended, FinishReason.ERROR)
         if not sampling.max_tokens and reason is not None:  # it drew a token that nobody wanted
             tokens, reason = [], FinishReason.LENGTH
         new = tokens[start:]
@@ -279,8 +278,6 @@ class VllmEngine:
             prompt_log_probs=prompt_log_probs,
         )
         if reason is not None:
-            stops = sampling.stop_token_ids
-            delta.stop_token = new[-1] if reason is FinishReason.STOP and new and new[-1] in stops else None
             self._finish(request, delta)
         return [delta]
 
@@ -291,6 +288,9 @@ class VllmEngine:
 
     def _finish(self, request: _Running, delta: Delta) -> None:
         """Complete a final delta, and forget the request."""
+        last, stops = delta.tokens[-1:], request.generation_request.sampling.stop_token_ids
+        if delta.finish_reason is FinishReason.STOP and last and last[0] in stops:
+            delta.stop_token = last[0]
         delta.usage, delta.speculation = request.usage(), request.stats.snapshot()
         delta.timings = request.times.timings(self._clock())
         del self._requests[request.generation_request.request_id]
