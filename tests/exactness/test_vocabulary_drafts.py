@@ -10,7 +10,7 @@ import pytest
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.drafting import Speculator, build_speculator
 from paceline.drafting.network_speculator import NetworkSpeculator
-from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
+from paceline.drafting.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
