@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 DETECT = "detect"
-"""The method that the checkpoint is for, see `paceline.drafting.checkpoint_detection`."""
+"""The method that the checkpoint is for, see `paceline.drafting.auto_method`."""
 AUTO = "auto"
 """A method that suits the target, see `paceline.drafting.auto_method`."""
 POOL = "pool"

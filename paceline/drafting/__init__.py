@@ -1,7 +1,7 @@
 """Speculators: what grows token trees. `speculator` is the interface, `methods` has one file for each method.
 
     method                 speculator             way to grow   network or lookup
-    draft_model            NetworkSpeculator      BestFirst     ModelNetwork, IntersectionNetwork
+    draft_model            NetworkSpeculator      BestFirst     ModelNetwork
     eagle                  NetworkSpeculator      BestFirst     EagleNetwork
     eagle3                 NetworkSpeculator      BestFirst     Eagle3Network
     mtp                    NetworkSpeculator      BestFirst     LlamaHead, TransformersHead
@@ -72,8 +72,7 @@ def complete_config(config: SpeculativeConfig, target: str | None = None) -> Spe
     if config.method not in METHODS_READ_FROM_CHECKPOINT:
         return config
     # Not at the top: these import torch.
-    from paceline.drafting.auto_method import resolve_auto
-    from paceline.drafting.checkpoint_detection import detect_method
+    from paceline.drafting.auto_method import detect_method, resolve_auto
     from paceline.model.checkpoint import Checkpoint
 
     config = detect_method(resolve_auto(config, target))

@@ -28,8 +28,16 @@ from paceline.config import STRATEGIES
 from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
 from paceline.core.tree import ROOT, CommitResult
 from paceline.drafting.draw_prediction import MAX_ROWS, SampledToken, predict_draws, sample_draft_tokens
-from paceline.drafting.network_speculator import DraftCache, DraftNetwork, NetworkRequest, round_robin, tree_width
+from paceline.drafting.network_speculator import (
+    DraftCache,
+    DraftNetwork,
+    NetworkRequest,
+    inputs,
+    round_robin,
+    tree_width,
+)
 from paceline.drafting.speculator import DraftDescription, DraftingLimits
+from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.model.model import Model
 from paceline.model.row_probe import finish
 from paceline.model.rows import Row
@@ -56,31 +64,38 @@ class RowNetwork(DraftNetwork, Protocol):
 
 
 class ModelNetwork:
-    """A language model of its own, which reads no hidden states: its input tokens are the target's."""
+    """A language model of its own, which reads no hidden states.
 
-    first_row = 0
-    state_size = 0
-    ids: Tensor | None = None
+    With a `mapping`, the model runs over tokens of another vocabulary (TLI). Its logits are reduced to the tokens that
+    both vocabularies have and indexed by the target's ids, so the target's noise applies to them. Committed tokens
+    become one or more input tokens, so positions in the KV cache differ from the target's; noise uses the target's.
+    """
 
-    def __init__(self, model: Model, method: str = "draft_model") -> None:
-        size = model.vocabulary_size
-        self.description = DraftDescription(
-            method, model.name, model.fingerprint, size, position_limit=model.max_model_len
-        )
-        self.slots = model.slots
+    first_row = state_size = 0
+
+    def __init__(self, model: Model, method: str = "draft_model", mapping: VocabularyMapping | None = None) -> None:
+        """Raises ValueError if the vocabularies have too little in common."""
+        fingerprint, size = model.fingerprint, model.vocabulary_size
+        self._columns = self.ids = None
+        if mapping is not None:
+            mapping.require_common()
+            fingerprint, size = mapping.target.tokenizer.fingerprint, mapping.target.size
+            self._columns = torch.tensor(mapping.common)
+            self.ids = torch.tensor([mapping.target_ids[token] for token in mapping.common])
+        self.description = DraftDescription(method, model.name, fingerprint, size, (), model.max_model_len)
+        self.slots, self.mapping = model.slots, mapping
         self._model = model
-
-    def inputs_of_prompt(self, tokens: Sequence[int]) -> list[int]:
-        return list(tokens)
-
-    def inputs_of(self, tokens: Sequence[int]) -> list[int]:
-        return list(tokens)
 
     def encode(self, states: Tensor) -> Tensor:
         raise NotImplementedError("a model of its own has no features")
 
     def run(self, rows: Sequence[Row], features: Tensor | None, wanted: Sequence[int]) -> RowOutput:
-        return RowOutput(self._model.run(rows, wanted).logits)
+        logits = self._model.run(rows, wanted).logits
+        if self._columns is None or self.ids is None:
+            return RowOutput(logits)
+        if self._columns.device != logits.device:  # once
+            self._columns, self.ids = self._columns.to(logits.device), self.ids.to(logits.device)
+        return RowOutput(logits.index_select(-1, self._columns))
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +236,7 @@ class BestFirst:
         for _, request, node in itertools.islice(round_robin(map(iter, offers)), count):
             branch = [request.slots[above] for above in request.tree.path(node)[:-1]]
             request.slots[node] = pool.free.pop()
-            [token] = self.network.inputs_of([request.tree.tokens[node]])
+            [token] = inputs(self.network, [request.tree.tokens[node]])
             this.rows.append(request.slot_table.branch_row(token, [*branch, request.slots[node]]))
             if request.states is not None:
                 this.features.append(request.features[request.tree.parents[node]])

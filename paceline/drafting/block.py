@@ -94,8 +94,7 @@ class MaskTokens:
         """The root's row gives the first distribution, so a pass has `tokens_per_pass` - 1 masks. `feature`: of a
         head's mask tokens, [1, h]."""
         self.description, self.slots, self.ids = network.description, network.slots, network.ids
-        self.first_row, self.state_size = network.first_row, network.state_size
-        self.inputs_of_prompt, self.inputs_of = network.inputs_of_prompt, network.inputs_of
+        self.mapping, self.first_row, self.state_size = network.mapping, network.first_row, network.state_size
         self.tokens_per_pass, self.scratch_slots = tokens_per_pass, tokens_per_pass - 1
         self._network, self._mask, self._feature = network, mask, feature
 

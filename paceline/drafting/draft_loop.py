@@ -161,25 +161,19 @@ class DraftLoop:
         elif (own_id := link.requests.get(event.request_id)) is None:
             return
         elif isinstance(event, Commit):
-            self._check_tokens(event.tokens)
+            self._speculator.description.check_tokens(event.tokens)
             self._speculator.commit(replace(event, request_id=own_id))
         elif isinstance(event, Limit):
             self._speculator.limit(replace(event, request_id=own_id))
         else:
             self._speculator.context(replace(event, request_id=own_id))
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        """A target's matrices may be padded to more tokens than the draft has, and clients may send their ids."""
-        size = self._speculator.description.vocabulary_size
-        if size and max(tokens) >= size:
-            raise DraftError(f"token {max(tokens)} is outside the vocabulary of {size}")
-
     def _open(self, link: _LinkState, opening: Opening) -> None:
         own_id = self._next_id
         self._next_id += 1
         link.requests[opening.request_id] = own_id
         self._owners[own_id] = link, opening.request_id
-        self._check_tokens(opening.tokens)
+        self._speculator.description.check_tokens(opening.tokens)
         self._speculator.open(replace(opening, request_id=own_id, link=link.number))
 
     def _close(self, link: _LinkState, request_id: int) -> None:

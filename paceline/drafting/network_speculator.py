@@ -38,6 +38,7 @@ from paceline.drafting.speculator import (
     new_hidden_states,
 )
 from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
+from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.grammar.grammar_state import GrammarCompiler
 from paceline.model.rows import SlotTable
 
@@ -63,11 +64,23 @@ class DraftNetwork(Protocol):
     ids: Tensor | None
     """int64 [columns]: the target's token of each logit; None: column n is token n."""
 
-    def inputs_of_prompt(self, tokens: Sequence[int]) -> list[int]:
-        """The input tokens for all tokens of a new request."""
+    @property
+    def mapping(self) -> VocabularyMapping | None:
+        """To its own tokens; None: they are the target's."""
 
-    def inputs_of(self, tokens: Sequence[int]) -> list[int]:
-        """The input tokens for tokens that follow."""
+
+def prompt_inputs(network: DraftNetwork, tokens: Sequence[int]) -> list[int]:
+    """The network's input tokens for all tokens of a new request."""
+    if network.mapping is not None:
+        return network.mapping.prompt_to_draft_tokens(tokens)
+    return list(tokens[network.first_row :]) if network.slots else []
+
+
+def inputs(network: DraftNetwork, tokens: Sequence[int]) -> list[int]:
+    """The network's input tokens for tokens that follow."""
+    if network.mapping is not None:
+        return network.mapping.to_draft_tokens(tokens)
+    return list(tokens) if network.slots else []
 
 
 def tree_width(network: DraftNetwork, limits: DraftingLimits) -> int:
@@ -287,7 +300,7 @@ class NetworkSpeculator(TreeSpeculator[R]):
 
     def new_request(self, opening: Opening, tree: TokenTree) -> R:
         history = request_history(opening, self.description.vocabulary_size, self.grammars)
-        tokens = self._network.inputs_of_prompt(opening.tokens)
+        tokens = prompt_inputs(self._network, opening.tokens)
         self._check_length(len(tokens))
         states = StateQueue(latest=not self._network.slots) if self.description.hidden_state_layers else None
         request = self._way.request_type(opening, tree, history, self._way.limits, tokens, self._input_limit, states)
@@ -300,7 +313,7 @@ class NetworkSpeculator(TreeSpeculator[R]):
             request.refresh()
 
     def advance(self, request: R, commit: Commit) -> None:
-        tokens = self._network.inputs_of(commit.tokens)
+        tokens = inputs(self._network, commit.tokens)
         self._check_length(len(request.tokens) + len(tokens))
         self._pool.free += request.root_moved(request.tree.commit(commit.tokens))
         request.tokens += tokens

@@ -114,6 +114,14 @@ class DraftDescription:
     worker_id: str = ""
     """Of a draft worker."""
 
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises `DraftError` if the draft does not know a token.
+
+        A target's matrices may be padded to more tokens than the draft has, and clients may send their ids.
+        """
+        if self.vocabulary_size and tokens and (min(tokens) < 0 or max(tokens) >= self.vocabulary_size):
+            raise DraftError(f"a token id is outside the vocabulary of {self.vocabulary_size} tokens")
+
 
 class Speculator(ABC):
     """Grows trees for many requests. Called from one thread."""

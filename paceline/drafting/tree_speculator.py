@@ -52,7 +52,7 @@ class TreeSpeculator(Speculator, Generic[R]):
 
     def open(self, opening: Opening) -> None:
         self._discard(opening.request_id)
-        self._check_tokens(opening.tokens)
+        self.description.check_tokens(opening.tokens)
         tree = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
         self._requests[opening.request_id] = self.new_request(opening, tree)
 
@@ -62,7 +62,7 @@ class TreeSpeculator(Speculator, Generic[R]):
             return
         if request.tree.position != commit.base_position:
             raise DraftError(f"the root is at {request.tree.position}, the commit at {commit.base_position}")
-        self._check_tokens(commit.tokens)
+        self.description.check_tokens(commit.tokens)
         self.advance(request, commit)
 
     def limit(self, limit: Limit) -> None:
@@ -87,12 +87,6 @@ class TreeSpeculator(Speculator, Generic[R]):
     def _growths(self, new_nodes: Mapping[int, Sequence[int]]) -> dict[int, Growth]:
         """The growth of each request that has new nodes."""
         return {key: self._requests[key].tree.growth(nodes) for key, nodes in new_nodes.items() if nodes}
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raises `DraftError` if a token id is outside the vocabulary."""
-        size = self.description.vocabulary_size
-        if size and tokens and (min(tokens) < 0 or max(tokens) >= size):
-            raise DraftError(f"a token id is outside the vocabulary of {size} tokens")
 
 
 class Lookup(Protocol):

@@ -9,10 +9,8 @@ import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.drafting import Speculator, build_speculator
-from paceline.drafting.best_first import ModelNetwork
 from paceline.drafting.network_speculator import NetworkSpeculator
-from paceline.drafting.vocabulary.intersection_network import IntersectionNetwork
-from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
+from paceline.drafting.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
@@ -94,8 +92,7 @@ def test_the_configuration_names_the_way_which_the_targets_own_vocabulary_does_n
     assert built.description.vocabulary_size == model.vocabulary_size
     own = build_speculator(speculation(target, mapping), ENGINE, model.target_weights, target)
     assert isinstance(own, NetworkSpeculator)
-    assert isinstance(own._network, ModelNetwork)
-    assert not isinstance(own._network, IntersectionNetwork)
+    assert own._network.mapping is None
 
 
 def test_a_mapping_and_the_targets_name_are_needed(target: str, draft: str) -> None:

@@ -12,7 +12,6 @@ from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.methods import ngram, suffix
 from paceline.drafting.network_speculator import NetworkSpeculator
 from paceline.drafting.speculator import DraftingLimits, Speculator
-from paceline.drafting.vocabulary.intersection_network import IntersectionNetwork
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.model import Model
 from paceline.model.target_weights import TargetWeights
@@ -34,7 +33,7 @@ def intersection_draft(
     model: Model, mapping: VocabularyMapping, tree_width: int
 ) -> NetworkSpeculator[BestFirstRequest]:
     """Method `draft_model` with `vocabulary_mapping` `intersection`."""
-    return NetworkSpeculator(BestFirst(IntersectionNetwork(model, mapping), DraftingLimits(tree_width)))
+    return NetworkSpeculator(BestFirst(ModelNetwork(model, mapping=mapping), DraftingLimits(tree_width)))
 
 
 def ngram_draft(lookup_min: int, lookup_max: int, tree_width: int) -> Speculator:

@@ -28,15 +28,13 @@ MLA_TENSORS = ("self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_b_proj.weigh
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types whose angle at a position does not depend on the context's length."""
 IGNORED_KEYS = ("model_type", "transformers_version", "architectures", "torch_dtype", "dtype", "auto_map")
-
-
 FLOATS = ("rms_norm_eps", "rope_theta")
 
 
 @dataclass(frozen=True, slots=True)
 class PlainDecoder:
-    """The keys of a Llama that names all sizes, and does not scale its rotary embedding. Most heads are such, and load
-    without transformers, whose import takes seconds."""
+    """The keys of a Llama that names all sizes, does not scale its rotary embedding and attends to all positions. Most
+    heads are such, and load without transformers, whose import takes seconds."""
 
     hidden_size: int
     intermediate_size: int
@@ -52,7 +50,8 @@ class PlainDecoder:
         """None if `keys` say less or more."""
         sizes: dict[str, Any] = {each.name: keys.get(each.name) for each in fields(cls)}
         scaled = keys.get("rope_scaling") or keys.get("rope_parameters")
-        others = scaled or keys.get("hidden_act", "silu") != "silu"
+        slides = keys.get("use_sliding_window") or not {"full_attention"}.issuperset(keys.get("layer_types") or ())
+        others = scaled or slides or keys.get("hidden_act", "silu") != "silu"
         numbers = all(type(sizes[name]) is int or name in FLOATS for name in sizes)
         if others or not numbers or not all(type(size) in (int, float) and size > 0 for size in sizes.values()):
             return None
@@ -76,11 +75,6 @@ def head_config(checkpoint: Checkpoint, rope_theta: float | None = None) -> Plai
     """
     model_type, keys = _decoder_keys(checkpoint, rope_theta)
     return PlainDecoder.of(keys) or _transformers_config(checkpoint, model_type, keys)
-
-
-def full_head_config(checkpoint: Checkpoint, rope_theta: float | None = None) -> PretrainedConfig:
-    """As `head_config`, always with every key that transformers knows."""
-    return _transformers_config(checkpoint, *_decoder_keys(checkpoint, rope_theta))
 
 
 def _decoder_keys(checkpoint: Checkpoint, rope_theta: float | None) -> tuple[str, Mapping[str, Any]]:

@@ -25,6 +25,7 @@ class HeadNetwork(ABC):
     """A head's weights, with a KV cache of its own in slots 1 to `slots`. Positions go as far as the target's."""
 
     first_row = 1
+    mapping = None
 
     def __init__(
         self,
@@ -40,12 +41,6 @@ class HeadNetwork(ABC):
         self.description = head_description(method, model, target, hidden_state_layers, target.max_model_len)
         self.slots, self.ids, self.state_size = slots, ids, target.hidden_size
         self._dtype, self._device = target.dtype, target.device
-
-    def inputs_of_prompt(self, tokens: Sequence[int]) -> list[int]:
-        return list(tokens[self.first_row :])
-
-    def inputs_of(self, tokens: Sequence[int]) -> list[int]:
-        return list(tokens)
 
     def encode(self, states: Tensor) -> Tensor:
         """The target's hidden states [n, layers, H] as features [n, h]: the first layer's state as it is."""
@@ -64,18 +59,13 @@ class RootStateNetwork:
     """A head without a KV cache, which reads the state that the root was drawn from, and no position before."""
 
     slots = first_row = 0
+    mapping = None
 
     def __init__(self, target: TargetWeights, method: str, model: str, ids: Tensor | None) -> None:
         """See `HeadNetwork`."""
         self.description = head_description(method, model, target)
         self.ids, self.state_size = ids, target.hidden_size
         self._dtype, self._device = target.dtype, target.device
-
-    def inputs_of_prompt(self, tokens: Sequence[int]) -> list[int]:
-        return []
-
-    def inputs_of(self, tokens: Sequence[int]) -> list[int]:
-        return []
 
     def root_states(self, requests: Iterable[NetworkRequest]) -> Tensor:
         """[requests, H], which have arrived."""

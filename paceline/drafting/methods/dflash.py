@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.config import MAX_DEPTH, SpeculativeConfig
 from paceline.drafting.block import Blocks, ContextSpans, RequestedPasses
 from paceline.drafting.heads.dflash_config import DFlashConfig, configured_layers, tokens_per_pass
-from paceline.drafting.heads.head_config import full_head_config, head_rotary
+from paceline.drafting.heads.head_config import head_config, head_rotary
 from paceline.drafting.heads.head_network import head_description
 from paceline.drafting.heads.head_weights import HeadWeights
 from paceline.drafting.heads.llama_head import llama_layers
@@ -41,13 +41,14 @@ class DFlashNetwork:
     """One draft's weights, with keys and values of the context in slots 1 to `slots`."""
 
     first_row = scratch_slots = 0
+    mapping = None
     sees_paths = False
 
     def __init__(
         self, checkpoint: Checkpoint, target: TargetWeights, slots: int, rope_theta: float | None = None
     ) -> None:
         """Raises `CheckpointError` if the checkpoint is not a DFlash draft for this target."""
-        decoder = full_head_config(checkpoint, rope_theta)
+        decoder = head_config(checkpoint, rope_theta)
         weights = HeadWeights(checkpoint, target, RENAMES)
         h, eps = int(decoder.hidden_size), float(decoder.rms_norm_eps)
         mask = None
@@ -74,12 +75,6 @@ class DFlashNetwork:
         output = weights.output(h, self.ids)
         self._output = Linear(output) if isinstance(output, Tensor) else output
         self._mask = self._embedding[self.config.mask_token] if mask is None else mask.reshape(h)
-
-    def inputs_of_prompt(self, tokens: Sequence[int]) -> list[int]:
-        return list(tokens)
-
-    def inputs_of(self, tokens: Sequence[int]) -> list[int]:
-        return list(tokens)
 
     def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Tensor:
         if context:

@@ -6,9 +6,8 @@ from paceline.drafting.best_first import BestFirst, ModelNetwork
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.speculator import Speculator
-from paceline.drafting.vocabulary.intersection_network import IntersectionNetwork
-from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary, VocabularyMapping
 from paceline.model.kept_row_cost import model_row_cost
 
@@ -29,5 +28,5 @@ def build(inputs: MethodInputs) -> Speculator:
     if mapping.identical:
         return own
     if inputs.config.vocabulary_mapping == "intersection":
-        return NetworkSpeculator(BestFirst(IntersectionNetwork(model, mapping), inputs.limits, cost))
+        return NetworkSpeculator(BestFirst(ModelNetwork(model, mapping=mapping), inputs.limits, cost))
     return RetokenizingSpeculator(own, mapping)

@@ -1,1 +1,1 @@
-"""Draft models whose tokenizer is not the target's."""
+"""The tokenizers of a target and a draft that differ: which tokens mean the same, and text between them."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.config import SpeculativeConfig
-from paceline.drafting.checkpoint_detection import detect_method, method_of_checkpoint
+from paceline.drafting.auto_method import detect_method, method_of_checkpoint
 from paceline.launcher import StartError
 from paceline.llm import LLM
 from paceline.model.checkpoint import Checkpoint, CheckpointError

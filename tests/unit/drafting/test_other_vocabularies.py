@@ -13,9 +13,9 @@ from tokenizers import normalizers
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.sampling import scores
+from paceline.drafting.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.speculator import DraftError, Limit
 from paceline.drafting.vocabulary.draft_transcript import LONGEST_TAIL, DraftTranscript
-from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
 from paceline.drafting.vocabulary.stable_tokens import StableTokens
 from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary, VocabularyMapping
 from paceline.model import Model, SlotTable

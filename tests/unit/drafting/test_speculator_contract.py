@@ -31,7 +31,7 @@ from paceline.drafting import (
 )
 from paceline.drafting.method_registry import method_hook
 from paceline.drafting.network_speculator import NetworkSpeculator
-from paceline.drafting.vocabulary.retokenizing_speculator import RetokenizingSpeculator
+from paceline.drafting.retokenizing_speculator import RetokenizingSpeculator
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from tests.helpers.method_recipes import RECIPES
 from tests.helpers.seen import nodes_of, root_of

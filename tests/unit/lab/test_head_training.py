@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from paceline.drafting.checkpoint_detection import method_of_checkpoint
+from paceline.drafting.auto_method import method_of_checkpoint
 from paceline.drafting.heads.head_network import HeadNetwork
 from paceline.drafting.heads.mlp_network import load_mlp_speculator
 from paceline.drafting.methods.eagle import EagleNetwork

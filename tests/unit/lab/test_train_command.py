@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.drafting.checkpoint_detection import method_of_checkpoint
+from paceline.drafting.auto_method import method_of_checkpoint
 from paceline.llm import LLM
 from paceline.model.checkpoint import Checkpoint
 from paceline.text import Tokenizer

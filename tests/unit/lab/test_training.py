@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from paceline import family
-from paceline.drafting.checkpoint_detection import method_of_checkpoint
+from paceline.drafting.auto_method import method_of_checkpoint
 from paceline.model.checkpoint import Checkpoint
 from paceline_lab.training import train_family
 from paceline_lab.training.family import family_evaluation, stdlib_corpus, training_session
