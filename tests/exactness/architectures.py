@@ -25,18 +25,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.growth import Growth
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import scores
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.speculator import Commit, DraftDescription, Opening, Speculator
+from paceline.drafting.speculator import Opening
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.messages import GenerationRequest
 from paceline.model.loading import build
 from paceline.model.model import Model
 from tests.helpers.engine_runs import run
+from tests.helpers.replicas import Replicas
 
 VOCABULARY = 128
 LONGEST = 256
@@ -94,33 +94,23 @@ class Verdict:
     why: str = ""
 
 
-class Oracle(Speculator):
+class Oracle(Replicas):
     """Guesses an earlier output and a wrong sibling of each token; every third step the wrong one alone."""
-
-    description = DraftDescription("custom")
 
     def __init__(self, outputs: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         """`outputs`: by prompt."""
+        super().__init__()
         self._outputs = outputs
-        self._trees: dict[int, tuple[TokenTree, Sequence[int]]] = {}
+        self._texts: dict[int, Sequence[int]] = {}
 
     def open(self, opening: Opening) -> None:
-        tree = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
+        super().open(opening)
         prompt = tuple(opening.tokens)
-        self._trees[opening.request_id] = tree, [*prompt, *self._outputs.get(prompt, ())]
+        self._texts[opening.request_id] = [*prompt, *self._outputs.get(prompt, ())]
 
-    def commit(self, commit: Commit) -> None:
-        self._trees[commit.request_id][0].commit(commit.tokens)
-
-    def close(self, request_id: int) -> None:
-        self._trees.pop(request_id, None)
-
-    def grow(self) -> dict[int, Growth]:
-        return {key: tree.growth(list(self._guess(tree, text))) for key, (tree, text) in self._trees.items()}
-
-    def _guess(self, tree: TokenTree, text: Sequence[int]) -> Iterator[int]:
+    def guesses(self, request_id: int, tree: TokenTree) -> Iterator[int]:
         parent = ROOT
-        for token in text[tree.position + 1 : tree.position + 4]:
+        for token in self._texts[request_id][tree.position + 1 : tree.position + 4]:
             wrong = (token + 1) % VOCABULARY
             for guess in (wrong,) if tree.position % 3 == 0 else (wrong, token):
                 if tree.child(parent, guess) is None:

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.speculator import Commit, DraftDescription, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.grammar import grammar_from_regex
@@ -32,6 +30,7 @@ from paceline.parsing.tool_grammar import forced_call_grammar
 from paceline.text import Tokenizer
 from tests.combinations.request_rules import EOS
 from tests.exactness.test_engine import FREE
+from tests.helpers.replicas import Replicas
 from tests.helpers.tool_models import save_tool_weights
 
 RUN = 6
@@ -42,28 +41,14 @@ LONGEST = 24
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=LONGEST, logprobs=2, stop_token_ids=(EOS,))
 
 
-class Knowing(Speculator):
+class Knowing(Replicas):
     """Guesses the next tokens of a known output."""
 
-    description = DraftDescription("custom")
-
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        super().__init__()
         self._text = [*prompt, *output]
-        self._trees: dict[int, TokenTree] = {}
 
-    def open(self, opening: Opening) -> None:
-        self._trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
-
-    def commit(self, commit: Commit) -> None:
-        self._trees[commit.request_id].commit(commit.tokens)
-
-    def close(self, request_id: int) -> None:
-        self._trees.pop(request_id, None)
-
-    def grow(self) -> dict[int, Growth]:
-        return {key: tree.growth(list(self._guesses(tree))) for key, tree in self._trees.items()}
-
-    def _guesses(self, tree: TokenTree) -> Iterator[int]:
+    def guesses(self, request_id: int, tree: TokenTree) -> Iterator[int]:
         parent = ROOT
         for token in self._text[tree.position + 1 :][:RUN]:
             child = tree.child(parent, token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.growth import Growth
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.tree import TokenTree
-from paceline.drafting.speculator import Commit, DraftDescription, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.engine import Engine
@@ -27,6 +25,7 @@ from tests.helpers.drafts import model_draft, ngram_draft, suffix_draft
 from tests.helpers.engine_runs import run
 from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.helpers.parallel import drafting_for
+from tests.helpers.replicas import Replicas
 
 FREE = RowCost([8, 256], [1.0, 1.001])
 """Rows that cost nothing: every guess is verified."""
@@ -36,35 +35,19 @@ def llama(dtype: torch.dtype, noise: float = 0.0, slots: int = 2048) -> Model:
     return build(peaked_llama(noise).to(dtype), "llama", EngineConfig(slots=slots), "", [])
 
 
-class Liar(Speculator):
+class Liar(Replicas):
     """Sends random tokens with high probabilities."""
 
-    description = DraftDescription("custom")
-
     def __init__(self) -> None:
-        self._trees: dict[int, TokenTree] = {}
+        super().__init__()
         self._random = random.Random(1)
 
-    def open(self, opening: Opening) -> None:
-        self._trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
-
-    def commit(self, commit: Commit) -> None:
-        self._trees[commit.request_id].commit(commit.tokens)
-
-    def close(self, request_id: int) -> None:
-        self._trees.pop(request_id, None)
-
-    def grow(self) -> dict[int, Growth]:
-        grown = {}
-        for key, tree in self._trees.items():
-            parents = range(tree.size + 1)
-            nodes = []
-            for parent in self._random.sample(parents, min(3, len(parents))):
-                token = self._random.randrange(VOCABULARY)
-                if tree.child(parent, token) is None and tree.size < 40:
-                    nodes.append(tree.add(parent, token, -0.01))
-            grown[key] = tree.growth(nodes)
-        return grown
+    def guesses(self, request_id: int, tree: TokenTree) -> Iterator[int]:
+        parents = range(tree.size + 1)
+        for parent in self._random.sample(parents, min(3, len(parents))):
+            token = self._random.randrange(VOCABULARY)
+            if tree.child(parent, token) is None and tree.size < 40:
+                yield tree.add(parent, token, -0.01)
 
 
 def drafting(method: str, dtype: torch.dtype, width: int) -> DraftClient:

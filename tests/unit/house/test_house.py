@@ -53,4 +53,5 @@ def test_a_service_imports_no_torch(service: str) -> None:
 
 def test_no_mutant_is_stale() -> None:
     """A stale one is to be written anew: one alone keeps `make mutants` from running."""
+    assert [file for each in MUTANTS for file in each.tests if not (names.ROOT / "tests" / file).exists()] == []
     assert [each.name for each in MUTANTS if each.occurrences() != 1] == []
