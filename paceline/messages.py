@@ -46,6 +46,8 @@ class GenerationRequest:
     """The span above those of this request, see `paceline.telemetry.tracing`. "": the request is not traced."""
     return_tree: bool = False
     """Whether deltas carry the trees that were verified."""
+    accepted_average: float | None = None
+    """As `SpeculationStats` had it at the target before; None: there was none, or it did not draft."""
 
     @property
     def tokens(self) -> list[int]:
@@ -121,6 +123,8 @@ class SpeculationStats:
     """The verification strategy; the flags below are its promises: see `paceline.config.Strategy`."""
     lossy: bool = False
     drafter_invariant: bool = True
+    accepted_average: float | None = field(default=None, compare=False)
+    """Moving average of accepted draft tokens per step, less what drafting costs; None: no draft served the request."""
 
     __reduce__ = reduce_slots
 

@@ -38,6 +38,8 @@ class DraftGate:
         self._average = self.PRIOR_ACCEPTED
         self._pause_steps = self.MIN_PAUSE_STEPS
         self._pause_left = 0
+        self._judged = False
+        """Whether any step was judged."""
         self._probe: DraftedRequest | None = None
         self._accepted: list[tuple[DraftedRequest, int]] = []
 
@@ -46,11 +48,20 @@ class DraftGate:
         return not (self._paused or self._probing)
 
     def add(self, request: DraftedRequest) -> None:
-        """The draft has been opened for this request, unpaused. A paused draft pauses it; it is the next probe."""
+        """The draft has been opened for this request, unpaused. A paused draft pauses it; it is the next probe.
+
+        A request that another target had keeps its average with its first draft here, and so may stay unpaused. Before
+        the first step is judged, the averages of the requests judge the draft.
+        """
         self.requests[request.key] = request
         request.paused = request.draft_started = False
-        request.accepted_average = self.PRIOR_ACCEPTED if self.pays else self._pause_below
-        self._update_pause(request)
+        before = request.generation_request.accepted_average if len(request.stats.drafts) <= 1 else None
+        prior = self.PRIOR_ACCEPTED if self.pays or not self._judged else self._pause_below
+        request.accepted_average = prior if before is None else before
+        if not self._judged:
+            self._average = sum(each.accepted_average for each in self.requests.values()) / len(self.requests)
+            self._paused, self._pause_left = self._average < self._pause_below, self._pause_steps
+        self._update_pauses()
 
     def remove(self, key: int) -> None:
         self.requests.pop(key, None)
@@ -68,14 +79,15 @@ class DraftGate:
         gains = [(request, accepted - lost) for request, accepted in recorded if request.draft_started]
         for request, gain in gains:
             request.accepted_average += self.LEARNING_RATE * (gain - request.accepted_average)
+            request.stats.accepted_average = request.accepted_average
         counted = [gain for request, gain in gains if self._probe in (None, request)]
         if self._paused and recorded:
             self._continue_pause()
         elif counted and not self._paused:
             self._observe(sum(counted) / len(counted))
+        self._judged |= bool(recorded)
         self._choose_probe()
-        for request in self.requests.values():
-            self._update_pause(request)
+        self._update_pauses()
 
     def _continue_pause(self) -> None:
         self._pause_left -= 1
@@ -97,9 +109,10 @@ class DraftGate:
             paused = (request for request in self.requests.values() if request.paused)
             self._probe = max(paused, key=lambda request: request.accepted_average, default=None)
 
-    def _update_pause(self, request: DraftedRequest) -> None:
-        exempt = request.accepted_average > self._pause_below
-        paused = not (self.pays or exempt or request is self._probe)
-        if request.paused is not paused:
-            request.paused, request.draft_started = paused, False
-            self._on_change(request)
+    def _update_pauses(self) -> None:
+        for request in self.requests.values():
+            exempt = request.accepted_average > self._pause_below
+            paused = not (self.pays or exempt or request is self._probe)
+            if request.paused is not paused:
+                request.paused, request.draft_started = paused, False
+                self._on_change(request)

@@ -3,7 +3,7 @@
 It lives in Redis, or in the memory of one process. Its loss disturbs no running request: see `RedisAvailability`.
 """
 
-from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore, RequestAcceptance
+from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore
 from paceline.state.acceptance_recorder import AcceptanceRecorder
 from paceline.state.record_store import Append, RecordLimits, RecordStore
 from paceline.state.state_errors import StateError, StateUnavailableError
@@ -20,7 +20,6 @@ __all__ = [
     "RecordLimits",
     "RecordStore",
     "RegisteredWorker",
-    "RequestAcceptance",
     "StateError",
     "StateStore",
     "StateUnavailableError",

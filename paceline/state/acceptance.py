@@ -1,4 +1,4 @@
-"""Acceptance of one running request, and of each (model, speculator) over time.
+"""Acceptance of each request, and of each (model, speculator) over time.
 
 Depth counts from 1: entry 0 of a sequence by depth belongs to depth 1. The bonus token is counted nowhere.
 """
@@ -8,25 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from paceline.messages import SpeculationStats
 
-
-@dataclass(frozen=True, slots=True)
-class RequestAcceptance:
-    """Acceptance of one running request. Operators and tools read it in Redis; no service does.
-
-    `drafts`: ids of the workers that drafted for it, in order. `updated_at`: seconds since the epoch.
-    """
-
-    request_id: str
-    model: str
-    speculator: str
-    drafted_by_depth: Sequence[int] = ()
-    accepted_by_depth: Sequence[int] = ()
-    drafts: Sequence[str] = ()
-    updated_at: float = 0.0
+RequestKey: TypeAlias = tuple[str, str]
+"""The name of the client's API key, and an id of the request."""
+REQUEST_TTL_S = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +81,11 @@ def _sum(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
 class AcceptanceStore(Protocol):
     """Acceptance shared by all services. Every call may raise `StateUnavailableError`."""
 
-    async def save_requests(self, requests: Mapping[str, RequestAcceptance | None]) -> None:
-        """Keep the acceptance of these requests, by request id, for an hour; None removes a request."""
+    async def save_requests(self, reports: Mapping[RequestKey, str]) -> None:
+        """Keep what is known of these requests, as JSON, for `REQUEST_TTL_S`."""
+
+    async def request(self, key: RequestKey) -> str | None:
+        """What is kept of a request; None: nothing, or nothing any more."""
 
     async def record(self, model: str, speculator: str, counts: AcceptanceCounts) -> None:
         """Add `counts` to the totals of (model, speculator), atomically. In Redis, the totals decay by their age first.

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore, RequestAcceptance
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore, RequestKey
 from paceline.state.periodic_task import PeriodicTask
 from paceline.state.redis_availability import RedisAvailability
 
 MAX_PENDING_REQUESTS = 4096
-"""Requests whose acceptance waits to be written; beyond that the oldest entry is dropped."""
+"""Ended requests that wait to be written; beyond that the oldest one is dropped."""
 
 
 class AcceptanceRecorder(PeriodicTask):
     """Writes every `interval_s` seconds while the context lasts, and once at its end.
 
-    `save`, `finish` and `count` only store values in memory. While Redis is unavailable they wait there: the newest
-    value of each request, at most `MAX_PENDING_REQUESTS` of them, and the sum of the counts.
+    `reporting` and `count` only store values in memory. While Redis is unavailable they wait there: the last reports of
+    ended requests, at most `MAX_PENDING_REQUESTS` of them, and the sum of the counts.
     """
 
     def __init__(self, acceptance: AcceptanceStore, presence: RedisAvailability, interval_s: float) -> None:
         self.interval_s = interval_s
         self._acceptance = acceptance
         self._presence = presence
-        self._requests: dict[str, RequestAcceptance | None] = {}  # None: finished
+        self._running: dict[RequestKey, Callable[[], str]] = {}
+        self._ended: dict[RequestKey, str] = {}
         self._counts: dict[tuple[str, str], AcceptanceCounts] = {}
 
-    def save(self, request: RequestAcceptance) -> None:
-        """Write this acceptance of a running request."""
-        self._enqueue({request.request_id: request})
+    @contextmanager
+    def reporting(self, keys: Collection[RequestKey], report: Callable[[], str]) -> Iterator[None]:
+        """Write what `report` returns of a request, under each of its keys, while the context lasts and at its end."""
+        self._running |= dict.fromkeys(keys, report)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._running.pop(key, None)
+            self._enqueue(dict.fromkeys(keys, report()))
 
-    def finish(self, request_id: str) -> None:
-        """Remove the request from the store."""
-        self._enqueue({request_id: None})
+    async def request(self, key: RequestKey) -> str | None:
+        """What is known of a request, here or in the store. Raises `StateUnavailableError`."""
+        if (report := self._running.get(key)) is not None:
+            return report()
+        return self._ended.get(key) or await self._acceptance.request(key)
 
     def count(self, model: str, speculator: str, counts: AcceptanceCounts) -> None:
         """Add to the totals of (model, speculator)."""
@@ -39,9 +52,10 @@ class AcceptanceRecorder(PeriodicTask):
 
     async def run_once(self) -> None:
         """Write now."""
-        requests, self._requests = self._requests, {}
-        if requests and not await self._presence.attempt(self._acceptance.save_requests(requests)):
-            newer, self._requests = self._requests, requests
+        ended, self._ended = self._ended, {}
+        reports = ended | {key: report() for key, report in self._running.items()}
+        if reports and not await self._presence.attempt(self._acceptance.save_requests(reports)):
+            newer, self._ended = self._ended, ended
             self._enqueue(newer)
         sums, self._counts = self._counts, {}
         for (model, speculator), counts in sums.items():
@@ -52,7 +66,7 @@ class AcceptanceRecorder(PeriodicTask):
         await super().__aexit__(*exc)
         await self.run_once()
 
-    def _enqueue(self, requests: dict[str, RequestAcceptance | None]) -> None:
-        self._requests.update(requests)
-        while len(self._requests) > MAX_PENDING_REQUESTS:
-            del self._requests[next(iter(self._requests))]
+    def _enqueue(self, ended: dict[RequestKey, str]) -> None:
+        self._ended.update(ended)
+        while len(self._ended) > MAX_PENDING_REQUESTS:
+            del self._ended[next(iter(self._ended))]

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.state.acceptance import AcceptanceCounts, RequestAcceptance
+from paceline.state.acceptance import AcceptanceCounts, RequestKey
 from paceline.state.worker_registry import RegisteredWorker, WorkerKind, WorkerRecord
 
 
@@ -46,8 +46,11 @@ class MemoryAcceptance:
     def __init__(self) -> None:
         self._totals: dict[tuple[str, str], AcceptanceCounts] = {}
 
-    async def save_requests(self, requests: Mapping[str, RequestAcceptance | None]) -> None:
+    async def save_requests(self, reports: Mapping[RequestKey, str]) -> None:
         """Keep nothing: no other process could read it."""
+
+    async def request(self, key: RequestKey) -> str | None:
+        return None
 
     async def record(self, model: str, speculator: str, counts: AcceptanceCounts) -> None:
         self._totals[model, speculator] = await self.acceptance(model, speculator) + counts

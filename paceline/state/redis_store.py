@@ -3,7 +3,7 @@
 paceline:epoch                            string: a random name of this Redis memory; the first reader sets it
 paceline:workers:{kind}                   set of worker ids; it may name workers that have expired
 paceline:worker:{kind}:{id}               string: `RegisteredWorker` as JSON, for one TTL after each heartbeat
-paceline:request:{id}                     string: `RequestAcceptance` as JSON, for an hour after each change
+paceline:request:{client}:{id}            string: what is known of a request, as JSON, for `REQUEST_TTL_S`
 paceline:acceptance:{model}:{speculator}  hash: see `DECAY_AND_ADD`
 """
 
@@ -17,15 +17,13 @@ from urllib.parse import quote
 from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import Redis
 
-from paceline.state.acceptance import AcceptanceCounts, RequestAcceptance
+from paceline.state.acceptance import REQUEST_TTL_S, AcceptanceCounts, RequestKey
 from paceline.state.redis_client import unavailable_on_error
 from paceline.state.worker_registry import RegisteredWorker, WorkerKind, WorkerRecord
 
 log = logging.getLogger(__name__)
 
-REQUEST_TTL_S = 3600
 REGISTERED_WORKER = TypeAdapter(RegisteredWorker)
-REQUEST_ACCEPTANCE = TypeAdapter(RequestAcceptance)
 EPOCH_KEY = "paceline:epoch"
 
 DECAY_AND_ADD = """
@@ -113,16 +111,17 @@ class RedisAcceptance:
         self._client = client
         self._decay_and_add = client.register_script(DECAY_AND_ADD)
 
-    async def save_requests(self, requests: Mapping[str, RequestAcceptance | None]) -> None:
+    async def save_requests(self, reports: Mapping[RequestKey, str]) -> None:
         with unavailable_on_error():
             async with self._client.pipeline(transaction=False) as pipe:
-                for request_id, request in requests.items():
-                    key = f"paceline:request:{request_id}"
-                    if request is None:
-                        pipe.delete(key)
-                    else:
-                        pipe.set(key, REQUEST_ACCEPTANCE.dump_json(request), ex=REQUEST_TTL_S)
+                for key, report in reports.items():
+                    pipe.set(_request_key(key), report, ex=REQUEST_TTL_S)
                 await pipe.execute()
+
+    async def request(self, key: RequestKey) -> str | None:
+        with unavailable_on_error():
+            report = await self._client.get(_request_key(key))
+        return None if report is None else str(report)
 
     async def record(self, model: str, speculator: str, counts: AcceptanceCounts) -> None:
         pairs = [argument for field in _fields(counts) for argument in field]
@@ -145,6 +144,10 @@ def _workers_key(kind: WorkerKind) -> str:
 
 def _worker_key(kind: WorkerKind, worker_id: str) -> str:
     return f"paceline:worker:{kind}:{worker_id}"
+
+
+def _request_key(key: RequestKey) -> str:
+    return f"paceline:request:{quote(key[0])}:{key[1]}"
 
 
 def _acceptance_key(model: str, speculator: str) -> str:

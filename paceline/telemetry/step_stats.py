@@ -15,7 +15,7 @@ from paceline.messages import SpeculationStats
 class StatsTimer:
     """Which steps' deltas carry statistics of running requests: the first of each interval."""
 
-    INTERVAL_S = 0.1
+    INTERVAL_S = 0.5
 
     def __init__(self) -> None:
         self._last = -math.inf

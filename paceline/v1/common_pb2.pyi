@@ -127,7 +127,7 @@ class Timings(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("drafted_tokens", "accepted_tokens", "verifications", "drafted_by_depth", "accepted_by_depth", "steps", "drafts", "strategy", "lossy", "drafter_invariant")
+    __slots__ = ("drafted_tokens", "accepted_tokens", "verifications", "drafted_by_depth", "accepted_by_depth", "steps", "drafts", "strategy", "lossy", "drafter_invariant", "accepted_average")
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFICATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class SpeculationStats(_message.Message):
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     LOSSY_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_AVERAGE_FIELD_NUMBER: _ClassVar[int]
     drafted_tokens: int
     accepted_tokens: int
     verifications: int
@@ -148,4 +149,5 @@ class SpeculationStats(_message.Message):
     strategy: str
     lossy: bool
     drafter_invariant: bool
-    def __init__(self, drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., verifications: _Optional[int] = ..., drafted_by_depth: _Optional[_Iterable[int]] = ..., accepted_by_depth: _Optional[_Iterable[int]] = ..., steps: _Optional[int] = ..., drafts: _Optional[_Iterable[str]] = ..., strategy: _Optional[str] = ..., lossy: _Optional[bool] = ..., drafter_invariant: _Optional[bool] = ...) -> None: ...
+    accepted_average: float
+    def __init__(self, drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., verifications: _Optional[int] = ..., drafted_by_depth: _Optional[_Iterable[int]] = ..., accepted_by_depth: _Optional[_Iterable[int]] = ..., steps: _Optional[int] = ..., drafts: _Optional[_Iterable[str]] = ..., strategy: _Optional[str] = ..., lossy: _Optional[bool] = ..., drafter_invariant: _Optional[bool] = ..., accepted_average: _Optional[float] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/target.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x1e\n\x1cTargetServiceDescribeRequest\"\xa3\x02\n\x1dTargetServiceDescribeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x16\n\x0erows_invariant\x18\x07 \x01(\x08\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x0e\n\x06method\x18\t \x01(\t\x12\x10\n\x08numerics\x18\n \x01(\t\x12\x0e\n\x06labels\x18\x0b \x03(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0c \x03(\t\x12\x0e\n\x06\x62\x65side\x18\r \x03(\t\"\xca\x03\n\x0bSubmitFrame\x12\x30\n\x07submits\x18\x01 \x03(\x0b\x32\x1f.paceline.v1.SubmitFrame.Submit\x12\x30\n\x07\x63\x61ncels\x18\x02 \x03(\x0b\x32\x1f.paceline.v1.SubmitFrame.Cancel\x1a\xb8\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x34\n\x0bspeculative\x18\x04 \x01(\x0b\x32\x1f.paceline.v1.SpeculativeOptions\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\r\x12\x0e\n\x06\x64rafts\x18\x06 \x03(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x0e\n\x06\x63lient\x18\x08 \x01(\t\x12\r\n\x05group\x18\t \x01(\t\x12\x14\n\x0ctrace_parent\x18\n \x01(\t\x12\x13\n\x0breturn_tree\x18\x0b \x01(\x08\x12\x10\n\x08priority\x18\x0c \x01(\x05\x1a\x1c\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xcc\x08\n\nDeltaFrame\x12-\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.DeltaFrame.Delta\x12*\n\x04load\x18\x02 \x01(\x0b\x32\x1c.paceline.v1.DeltaFrame.Load\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x1a\x32\n\x0cTokenLogProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x01\x1a]\n\x08LogProbs\x12\x10\n\x08log_prob\x18\x01 \x01(\x01\x12\x31\n\x03top\x18\x02 \x03(\x0b\x32$.paceline.v1.DeltaFrame.TokenLogProb\x12\x0c\n\x04rank\x18\x03 \x01(\r\x1aR\n\x0ePromptLogProbs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x31\n\x07\x65ntries\x18\x02 \x03(\x0b\x32 .paceline.v1.DeltaFrame.LogProbs\x1aP\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x1aU\n\x0cVerifiedTree\x12\x0f\n\x07parents\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\x08\x12\x0f\n\x07methods\x18\x04 \x03(\t\x1a\xe4\x03\n\x05\x44\x65lta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x33\n\tlog_probs\x18\x03 \x03(\x0b\x32 .paceline.v1.DeltaFrame.LogProbs\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12,\n\x05usage\x18\x05 \x01(\x0b\x32\x1d.paceline.v1.DeltaFrame.Usage\x12\x32\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.paceline.v1.Timings\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x1a\n\rstop_token_id\x18\t \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08\x61\x63\x63\x65pted\x18\n \x03(\x08\x12\x33\n\x05trees\x18\x0b \x03(\x0b\x32$.paceline.v1.DeltaFrame.VerifiedTree\x12@\n\x10prompt_log_probs\x18\x0c \x03(\x0b\x32&.paceline.v1.DeltaFrame.PromptLogProbsB\x10\n\x0e_stop_token_id\x1aZ\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x12\n\nfree_slots\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x0e\n\x06step_s\x18\x05 \x01(\x01\x32\xb2\x01\n\rTargetService\x12\x61\n\x08\x44\x65scribe\x12).paceline.v1.TargetServiceDescribeRequest\x1a*.paceline.v1.TargetServiceDescribeResponse\x12>\n\x05Serve\x12\x18.paceline.v1.SubmitFrame\x1a\x17.paceline.v1.DeltaFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/target.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x1e\n\x1cTargetServiceDescribeRequest\"\xa3\x02\n\x1dTargetServiceDescribeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x16\n\x0erows_invariant\x18\x07 \x01(\x08\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x0e\n\x06method\x18\t \x01(\t\x12\x10\n\x08numerics\x18\n \x01(\t\x12\x0e\n\x06labels\x18\x0b \x03(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0c \x03(\t\x12\x0e\n\x06\x62\x65side\x18\r \x03(\t\"\xfe\x03\n\x0bSubmitFrame\x12\x30\n\x07submits\x18\x01 \x03(\x0b\x32\x1f.paceline.v1.SubmitFrame.Submit\x12\x30\n\x07\x63\x61ncels\x18\x02 \x03(\x0b\x32\x1f.paceline.v1.SubmitFrame.Cancel\x1a\xec\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x34\n\x0bspeculative\x18\x04 \x01(\x0b\x32\x1f.paceline.v1.SpeculativeOptions\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\r\x12\x0e\n\x06\x64rafts\x18\x06 \x03(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x0e\n\x06\x63lient\x18\x08 \x01(\t\x12\r\n\x05group\x18\t \x01(\t\x12\x14\n\x0ctrace_parent\x18\n \x01(\t\x12\x13\n\x0breturn_tree\x18\x0b \x01(\x08\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x1d\n\x10\x61\x63\x63\x65pted_average\x18\r \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_accepted_average\x1a\x1c\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xcc\x08\n\nDeltaFrame\x12-\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.DeltaFrame.Delta\x12*\n\x04load\x18\x02 \x01(\x0b\x32\x1c.paceline.v1.DeltaFrame.Load\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x1a\x32\n\x0cTokenLogProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x10\n\x08log_prob\x18\x02 \x01(\x01\x1a]\n\x08LogProbs\x12\x10\n\x08log_prob\x18\x01 \x01(\x01\x12\x31\n\x03top\x18\x02 \x03(\x0b\x32$.paceline.v1.DeltaFrame.TokenLogProb\x12\x0c\n\x04rank\x18\x03 \x01(\r\x1aR\n\x0ePromptLogProbs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x31\n\x07\x65ntries\x18\x02 \x03(\x0b\x32 .paceline.v1.DeltaFrame.LogProbs\x1aP\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x1aU\n\x0cVerifiedTree\x12\x0f\n\x07parents\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\x08\x12\x0f\n\x07methods\x18\x04 \x03(\t\x1a\xe4\x03\n\x05\x44\x65lta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x33\n\tlog_probs\x18\x03 \x03(\x0b\x32 .paceline.v1.DeltaFrame.LogProbs\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12,\n\x05usage\x18\x05 \x01(\x0b\x32\x1d.paceline.v1.DeltaFrame.Usage\x12\x32\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.paceline.v1.Timings\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x1a\n\rstop_token_id\x18\t \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08\x61\x63\x63\x65pted\x18\n \x03(\x08\x12\x33\n\x05trees\x18\x0b \x03(\x0b\x32$.paceline.v1.DeltaFrame.VerifiedTree\x12@\n\x10prompt_log_probs\x18\x0c \x03(\x0b\x32&.paceline.v1.DeltaFrame.PromptLogProbsB\x10\n\x0e_stop_token_id\x1aZ\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x12\n\nfree_slots\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x0e\n\x06step_s\x18\x05 \x01(\x01\x32\xb2\x01\n\rTargetService\x12\x61\n\x08\x44\x65scribe\x12).paceline.v1.TargetServiceDescribeRequest\x1a*.paceline.v1.TargetServiceDescribeResponse\x12>\n\x05Serve\x12\x18.paceline.v1.SubmitFrame\x1a\x17.paceline.v1.DeltaFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TARGETSERVICEDESCRIBERESPONSE']._serialized_start=100
   _globals['_TARGETSERVICEDESCRIBERESPONSE']._serialized_end=391
   _globals['_SUBMITFRAME']._serialized_start=394
-  _globals['_SUBMITFRAME']._serialized_end=852
+  _globals['_SUBMITFRAME']._serialized_end=904
   _globals['_SUBMITFRAME_SUBMIT']._serialized_start=510
-  _globals['_SUBMITFRAME_SUBMIT']._serialized_end=822
-  _globals['_SUBMITFRAME_CANCEL']._serialized_start=824
-  _globals['_SUBMITFRAME_CANCEL']._serialized_end=852
-  _globals['_DELTAFRAME']._serialized_start=855
-  _globals['_DELTAFRAME']._serialized_end=1955
-  _globals['_DELTAFRAME_TOKENLOGPROB']._serialized_start=978
-  _globals['_DELTAFRAME_TOKENLOGPROB']._serialized_end=1028
-  _globals['_DELTAFRAME_LOGPROBS']._serialized_start=1030
-  _globals['_DELTAFRAME_LOGPROBS']._serialized_end=1123
-  _globals['_DELTAFRAME_PROMPTLOGPROBS']._serialized_start=1125
-  _globals['_DELTAFRAME_PROMPTLOGPROBS']._serialized_end=1207
-  _globals['_DELTAFRAME_USAGE']._serialized_start=1209
-  _globals['_DELTAFRAME_USAGE']._serialized_end=1289
-  _globals['_DELTAFRAME_VERIFIEDTREE']._serialized_start=1291
-  _globals['_DELTAFRAME_VERIFIEDTREE']._serialized_end=1376
-  _globals['_DELTAFRAME_DELTA']._serialized_start=1379
-  _globals['_DELTAFRAME_DELTA']._serialized_end=1863
-  _globals['_DELTAFRAME_LOAD']._serialized_start=1865
-  _globals['_DELTAFRAME_LOAD']._serialized_end=1955
-  _globals['_TARGETSERVICE']._serialized_start=1958
-  _globals['_TARGETSERVICE']._serialized_end=2136
+  _globals['_SUBMITFRAME_SUBMIT']._serialized_end=874
+  _globals['_SUBMITFRAME_CANCEL']._serialized_start=876
+  _globals['_SUBMITFRAME_CANCEL']._serialized_end=904
+  _globals['_DELTAFRAME']._serialized_start=907
+  _globals['_DELTAFRAME']._serialized_end=2007
+  _globals['_DELTAFRAME_TOKENLOGPROB']._serialized_start=1030
+  _globals['_DELTAFRAME_TOKENLOGPROB']._serialized_end=1080
+  _globals['_DELTAFRAME_LOGPROBS']._serialized_start=1082
+  _globals['_DELTAFRAME_LOGPROBS']._serialized_end=1175
+  _globals['_DELTAFRAME_PROMPTLOGPROBS']._serialized_start=1177
+  _globals['_DELTAFRAME_PROMPTLOGPROBS']._serialized_end=1259
+  _globals['_DELTAFRAME_USAGE']._serialized_start=1261
+  _globals['_DELTAFRAME_USAGE']._serialized_end=1341
+  _globals['_DELTAFRAME_VERIFIEDTREE']._serialized_start=1343
+  _globals['_DELTAFRAME_VERIFIEDTREE']._serialized_end=1428
+  _globals['_DELTAFRAME_DELTA']._serialized_start=1431
+  _globals['_DELTAFRAME_DELTA']._serialized_end=1915
+  _globals['_DELTAFRAME_LOAD']._serialized_start=1917
+  _globals['_DELTAFRAME_LOAD']._serialized_end=2007
+  _globals['_TARGETSERVICE']._serialized_start=2010
+  _globals['_TARGETSERVICE']._serialized_end=2188
 # @@protoc_insertion_point(module_scope)

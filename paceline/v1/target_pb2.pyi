@@ -44,7 +44,7 @@ class TargetServiceDescribeResponse(_message.Message):
 class SubmitFrame(_message.Message):
     __slots__ = ("submits", "cancels")
     class Submit(_message.Message):
-        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group", "trace_parent", "return_tree", "priority")
+        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group", "trace_parent", "return_tree", "priority", "accepted_average")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class SubmitFrame(_message.Message):
         TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
         RETURN_TREE_FIELD_NUMBER: _ClassVar[int]
         PRIORITY_FIELD_NUMBER: _ClassVar[int]
+        ACCEPTED_AVERAGE_FIELD_NUMBER: _ClassVar[int]
         request_id: str
         prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
         sampling: _common_pb2.SamplingParams
@@ -69,7 +70,8 @@ class SubmitFrame(_message.Message):
         trace_parent: str
         return_tree: bool
         priority: int
-        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ..., trace_parent: _Optional[str] = ..., return_tree: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+        accepted_average: float
+        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ..., trace_parent: _Optional[str] = ..., return_tree: _Optional[bool] = ..., priority: _Optional[int] = ..., accepted_average: _Optional[float] = ...) -> None: ...
     class Cancel(_message.Message):
         __slots__ = ("request_id",)
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -96,6 +96,16 @@ RESPONSE_SCHEMAS: Mapping[str, Json] = {
     "Load": object_of(server_load=NUMBER, num_waiting_reqs={"type": "number"}),
     "ServerInfo": object_of(version=TEXT, models=list_of({"type": "object"}), options={"type": "object"}),
     "Aborted": object_of(aborted=list_of(TEXT)),
+    "Request": object_of(
+        id=TEXT,
+        object=TEXT,
+        model=TEXT,
+        state={"enum": ["running", "finished"]},
+        completion_tokens=NUMBER,
+        targets=list_of(TEXT),
+        replays=NUMBER,
+        speculation={"type": "object"},
+    ),
 }
 Routes = Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]]
 """By method and path: the bodies, the response schema, and a summary."""
@@ -114,6 +124,7 @@ ROUTES: Routes = {
     ("get", "/load"): ((), "Load", "Completions that are being generated, and those of them without a first token."),
     ("get", "/server_info"): ((), "ServerInfo", "Models and options of this gateway."),
     ("post", "/abort_requests"): ((AbortBody,), "Aborted", "End running requests of the same API key."),
+    ("get", "/v1/requests/{request_id}"): ((), "Request", "What speculation did for a request of the same API key."),
 }
 STREAMS = ("/v1/completions", "/v1/chat/completions")
 PREFIX = "#/components/schemas/"

@@ -37,6 +37,7 @@ from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.generation.admission import AdmissionLimits, Capacity
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
+from paceline_services.gateway.generation.running import RunningRequests
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.grpc.servicer import create_server
 from paceline_services.gateway.http.connection_limits import LimitedHttpProtocol
@@ -197,14 +198,18 @@ async def _open_models(
     """Opens a fleet for each model; `stack` closes them."""
     capacity, grammars = Capacity(settings.limits), GrammarChecks()
     stack.push_async_callback(grammars.close)
+    recorder = await stack.enter_async_context(store.recorder())
     models = []
     for name, tokenizer in tokenizers.items():
         others = tokenizers.keys() - {name}
-        fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
+        fleet = await stack.enter_async_context(
+            open_fleet(store, recorder, name, tokenizer.fingerprint, others, settings.tls)
+        )
         output_format = _output_format(name, settings, tokenizer)
         shared = (metrics, capacity, grammars, output_format, tracing)
         defaults, length = _sampling_defaults(name, settings), model_length(settings.models[name])
-        models.append(ServedModel(name, tokenizer, fleet, *shared, defaults, length))
+        running = RunningRequests(name, recorder)
+        models.append(ServedModel(name, tokenizer, fleet, *shared, defaults, length, running=running))
     return ModelDirectory(models, settings.aliases)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 
 from paceline.core.policy.calibration import Calibration
-from paceline.messages import Delta, GenerationRequest, TargetDescription
-from paceline.state import AcceptanceCounts, AcceptanceRecorder, RequestAcceptance
+from paceline.messages import Delta, TargetDescription
+from paceline.state import AcceptanceCounts, AcceptanceRecorder
 from paceline.state.periodic_task import PeriodicTask
 from paceline.telemetry.acceptance_log import AcceptanceLog
 from paceline.telemetry.step_stats import StepStats
@@ -27,32 +26,14 @@ class StatLogger(PeriodicTask):
         self._metrics = metrics
         self._log = AcceptanceLog()
         self._steps: deque[StepStats] = deque()
-        self._request_ids: dict[str, str] = {}  # by the engine's id
 
     def observe(self, steps: Sequence[StepStats]) -> None:
         """Queue engine steps for the next `run_once`."""
         self._steps.extend(steps)
 
-    def submitted(self, engine_id: str, request: GenerationRequest) -> None:
-        self._request_ids[engine_id] = request.request_id
-
     def committed(self, delta: Delta) -> None:
         if delta.finish_reason is not None and delta.usage is not None and delta.timings.prefill_s:
             self._metrics.observe_request(delta.timings, delta.usage)
-        if (stats := delta.speculation) is not None:
-            request = RequestAcceptance(
-                self._request_ids[delta.request_id],
-                self._model,
-                self._speculator,
-                stats.drafted_by_depth,
-                stats.accepted_by_depth,
-                stats.drafts,
-                time.time(),
-            )
-            self._recorder.save(request)
-
-    def finished(self, engine_id: str) -> None:
-        self._recorder.finish(self._request_ids.pop(engine_id))
 
     async def run_once(self) -> None:
         """Publish the steps since the last call."""

@@ -111,9 +111,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             if link is None:
                 continue  # its gateway has just disconnected
             self._stats.committed(delta)
-            if delta.finish_reason is None:
-                delta.speculation = None  # only the last delta has statistics
-            else:
+            if delta.finish_reason is not None:
                 self._spans.finish(delta)
                 self._forget(delta.request_id)
             frames[link].deltas.append(encode_delta(delta, link.request_id(delta.request_id)))
@@ -177,13 +175,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._owners[engine_id] = link
         link.running.add(engine_id)
         self._idle.clear()
-        self._stats.submitted(engine_id, request)
         trace_parent = self._spans.start(engine_id, request)
         self._send(replace(request, request_id=engine_id, trace_parent=trace_parent))
 
     def _forget(self, engine_id: str) -> None:
         self._owners.pop(engine_id).running.discard(engine_id)
-        self._stats.finished(engine_id)
         self._spans.abandon(engine_id)
         if not self._owners:
             self._idle.set()

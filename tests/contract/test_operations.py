@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
 import paceline
 from paceline.api_keys import ApiKey, KeyFile, digest, write
-from tests.helpers.openai_stack import MODEL, Stack, counts, open_stack
-from tests.helpers.waiting import until
+from paceline.messages import SpeculationStats
+from paceline.state.acceptance import REQUEST_TTL_S
+from paceline.state.embedded_redis import EmbeddedRedis
+from tests.helpers.openai_stack import MODEL, Stack, another_gateway, counts, open_stack
+from tests.helpers.waiting import eventually, until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -166,3 +171,128 @@ async def test_an_abort_without_ids_is_refused(body: dict[str, Any]) -> None:
     """vLLM ends everything then; here other clients' requests run, too."""
     async with open_stack(counts) as stack:
         assert (await stack.http.post("/abort_requests", json=body)).status_code == 400
+
+
+async def known(stack: Stack, id_: str, headers: dict[str, str] | None = None) -> dict[str, Any] | None:
+    """What the gateway knows of a request; None: 404."""
+    answer = await stack.http.get(f"/v1/requests/{id_}", headers=headers)
+    if answer.status_code == 404:
+        assert answer.json()["error"]["code"] == "request_not_found"
+        return None
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+STATS = SpeculationStats([2, 1], [2, 0], drafted_tokens=5, verifications=2, steps=3, drafts=["d"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_what_is_known_of_a_request_while_it_runs_and_after_its_end(
+    path: str,
+) -> None:
+    """At any gateway, for a while."""
+    with EmbeddedRedis() as redis:
+        async with (
+            open_stack(counts, burst=1, redis_url=redis.url) as stack,
+            another_gateway(stack, redis.url) as other,
+        ):
+            stack.decoder.running_stats = STATS
+            asking = await held(stack, path, {"x-request-id": "7"})
+            here = await known(stack, "7")
+            assert here is not None
+            assert (here["object"], here["model"], here["state"]) == ("request", MODEL, "running")
+            assert (here["completion_tokens"], here["replays"], len(here["targets"])) == (4, 0, 1)
+            counted = here["speculation"]
+            assert (counted["drafted_by_depth"], counted["accepted_by_depth"]) == ([2, 1], [2, 0])
+            assert (counted["drafted_tokens"], counted["drafts"]) == (5, ["d"])
+
+            async def written() -> bool:
+                return await known(other, "7") == here
+
+            await eventually(written)
+            stack.decoder.gate.set()
+            answer = (await asking).json()
+            ended = await known(stack, "7")
+            assert ended is not None
+            assert (ended["state"], ended["speculation"]["drafted_tokens"]) == ("finished", 9)
+
+            async def ended_there() -> bool:
+                return await known(other, answer["id"]) == ended
+
+            await eventually(ended_there)
+            async with Redis.from_url(redis.url) as client:
+                for key in await client.keys("paceline:request:*"):
+                    assert 0 < await client.ttl(key) <= REQUEST_TTL_S
+                    await client.pexpire(key, 1)
+
+            async def expired() -> bool:
+                return await known(other, "7") is None and await known(stack, answer["id"]) is None
+
+            await eventually(expired)
+
+
+async def test_what_is_known_of_a_request_is_for_its_key_only(tmp_path: Path) -> None:
+    write(tmp_path / "keys.json", KeyFile(keys=tuple(ApiKey(name=name, sha256=digest(name)) for name in NAMES)))
+    with EmbeddedRedis() as redis:
+        async with open_stack(counts, burst=1, redis_url=redis.url, api_keys=tmp_path / "keys.json") as stack:
+            asking = await held(stack, "/v1/completions", {"x-request-id": "a", **ALICE})
+            assert await known(stack, "a", ALICE)
+            assert await known(stack, "a", BOB) is None
+            assert (await stack.http.get("/v1/requests/a")).status_code == 401
+            stack.decoder.gate.set()
+            await asking
+
+            async def written() -> bool:
+                return "finished" in (await stack.store.acceptance.request(("alice", "a")) or "")
+
+            await eventually(written)
+            assert await known(stack, "a", ALICE)
+            assert await known(stack, "a", BOB) is None
+
+
+async def test_without_redis_a_gateway_knows_what_it_runs() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        asking = await held(stack, "/v1/completions", {"x-request-id": "a"}, n=2)
+        report = await known(stack, "a")
+        assert report is not None
+        assert (report["state"], report["completion_tokens"]) == ("running", 4)
+        assert await known(stack, "b") is None
+        stack.decoder.gate.set()
+        await asking
+
+        async def forgotten() -> bool:
+            return await known(stack, "a") is None
+
+        await eventually(forgotten)
+
+
+async def test_a_gateway_says_so_if_redis_does_not_answer() -> None:
+    with EmbeddedRedis() as redis:
+        async with open_stack(counts, burst=1, redis_url=redis.url) as stack:
+            asking = await held(stack, "/v1/completions", {"x-request-id": "a"})
+            redis.kill()
+            assert await known(stack, "a"), "it runs here"
+            assert (await stack.http.get("/v1/requests/b")).status_code == 503
+            stack.decoder.gate.set()
+            assert (await asking).status_code == 200
+
+
+async def test_a_replay_is_drafted_as_before_and_what_is_known_adds_up() -> None:
+    """The next target gets the average that the lost one had."""
+    async with open_stack(counts, burst=1) as stack:
+        first = stack.targets[0]
+        stack.decoder.running_stats = replace(STATS, accepted_average=0.75)
+        asking = await held(stack, "/v1/completions", {"x-request-id": "a"})
+        second = await stack.add_target(counts, burst=1, worker_id="second")
+        second.decoder.running_stats, second.decoder.hold_after = STATS, 3
+        await first.decoder.hand_over()
+        await until(lambda: not second.decoder.gate.is_set())
+        await stack.all_received()
+        assert [each.accepted_average for each in (*first.decoder.requests, *second.decoder.requests)] == [None, 0.75]
+        report = await known(stack, "a")
+        assert report is not None
+        assert (report["completion_tokens"], report["replays"], report["targets"][1:]) == (7, 1, ["second"])
+        assert report["speculation"]["accepted_by_depth"] == [4, 0]
+        assert "accepted_average" not in report["speculation"]
+        second.decoder.gate.set()
+        assert (await asking).json()["usage"]["completion_tokens"] == 60

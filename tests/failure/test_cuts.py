@@ -34,7 +34,7 @@ async def test_a_target_that_is_cut_off() -> None:
         known = await cases(http, url, NUMBERS[:1], TOKENS)
         long = [replace(case, body={**case.body, "max_tokens": NEVER_ENDS}) for case in known[:6]]
         lasting = await stack.enter_async_context(unfinished(http, long, url))
-        await until(lambda: bool(near.requests.running and far.requests.running))
+        await until(lambda: bool(near.servicer.busy and far.servicer.busy))
         async with streaming(http, known, url) as streams:
             await came(streams, 20)
             network.hang()
@@ -42,9 +42,9 @@ async def test_a_target_that_is_cut_off() -> None:
             stream.check()
         counts = [len(stream.got.tokens) for stream in lasting]
         await until(lambda: all(len(s.got.tokens) > count for s, count in zip(lasting, counts, strict=True)))
-        await until(lambda: not far.requests.running)
+        await until(lambda: not far.servicer.busy)
         network.go_on()
         async with asyncio.timeout(PATIENCE_S):
-            while not far.requests.running:
+            while not far.servicer.busy:
                 await stack.enter_async_context(unfinished(http, long[:1], url))
                 await asyncio.sleep(0.2)

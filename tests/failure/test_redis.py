@@ -13,7 +13,6 @@ from redis.asyncio import Redis
 
 from paceline.state import (
     AcceptanceCounts,
-    RequestAcceptance,
     StateStore,
     StateUnavailableError,
     WorkerRecord,
@@ -25,7 +24,6 @@ from tests.helpers.waiting import eventually
 TTL_S = 0.5
 INTERVAL_S = 0.02
 WORKER = WorkerRecord("draft", "a", "127.0.0.1:4000", "", "ngram", "", 1.0)
-REQUEST = RequestAcceptance("r", "m", "ngram")
 
 
 @pytest.fixture
@@ -80,12 +78,13 @@ async def test_records_wait_for_the_return(
         if store.presence.unavailable:
             return False
         async with Redis.from_url(redis.url) as client:
-            saved = await client.exists("paceline:request:r")
+            saved = await client.exists("paceline:request::r")
         return bool(saved) and (await store.acceptance.acceptance("m", "ngram")).drafted > 4.9
 
     async with store.recorder(INTERVAL_S) as recorder:
         async with outage(redis):
-            recorder.save(REQUEST)
+            with recorder.reporting([("", "r")], str):
+                pass
             recorder.count("m", "ngram", AcceptanceCounts(2, (2,), (1,)))
             await eventually(unavailable)
             recorder.count("m", "ngram", AcceptanceCounts(3, (3,), (2,)))

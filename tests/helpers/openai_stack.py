@@ -81,6 +81,8 @@ class ScriptedDecoder:
     """
 
     hold_after: int | None = None
+    running_stats: SpeculationStats | None = None
+    """What deltas before a request's last one carry."""
     first_after_s = 0.0
     """The time to a request's first token."""
     log_probs_of = staticmethod(log_probs)
@@ -156,6 +158,7 @@ class ScriptedDecoder:
                 self.sent.pop(request.request_id)
             else:
                 self.sent[request.request_id] += len(tokens)
+                delta.speculation = self.running_stats
             await self._send(delta)
 
     async def _score(self, request: GenerationRequest, top: int) -> None:

@@ -45,17 +45,10 @@ NEVER_ENDS = 4000
 class RequestLog:
     """Records what the servicer reports, in the place of a `StatLogger`."""
 
-    running: dict[str, GenerationRequest] = field(default_factory=dict)
     deltas: list[Delta] = field(default_factory=list)
-
-    def submitted(self, engine_id: str, request: GenerationRequest) -> None:
-        self.running[engine_id] = request
 
     def committed(self, delta: Delta) -> None:
         self.deltas.append(delta)
-
-    def finished(self, engine_id: str) -> None:
-        del self.running[engine_id]
 
 
 @dataclass

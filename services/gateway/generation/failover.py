@@ -11,7 +11,14 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
-from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest, PromptLogProbs
+from paceline.messages import (
+    GRAMMAR_ERROR,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    PromptLogProbs,
+    SpeculationStats,
+)
 from paceline.telemetry.gateway_metrics import RequestMetrics
 from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
 from paceline.wire.link_errors import NotSubmitted, ReplayElsewhere, TargetEngineDied, TargetLost, WireError
@@ -70,6 +77,11 @@ class FailoverRequest:
         self._scored_prompt = ScoredPrompt(request)
         self.numerics = numerics
         """Of the target that drew the latest token, as its description has them; None: there is no token."""
+        self.targets: list[str] = []
+        """Ids of the targets that had the request, in order."""
+        self.replays = 0
+        self.stats: list[SpeculationStats] = []
+        """What each of them said last."""
         self._target: TargetConnection | None = None
         self._in_flight: InFlightRequest | None = None
         self._refused_by: TargetConnection | None = None
@@ -82,6 +94,13 @@ class FailoverRequest:
         for delta in before:
             self._scored_prompt.take(delta)
             self._committed += delta.tokens
+            if delta.speculation is not None:
+                self.stats = [delta.speculation]
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self._committed)
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """The deltas, from one target after another.
@@ -114,7 +133,9 @@ class FailoverRequest:
 
     async def _next_attempt(self) -> tuple[TargetConnection, CompletionRequest, Sequence[int]]:
         """The next target, the request from the committed tokens on, and the hashes of its blocks."""
-        request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
+        average = self.stats[-1].accepted_average if self.stats else None
+        request = replace(self._request, committed=tuple(self._committed), accepted_average=average)
+        request = self._scored_prompt.left_of(request)
         # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
         blocks = block_hashes(request.tokens, salt=request.cache_salt) if self._scored_prompt.complete else ()
         with self._tracing.start("wait_for_target", request.trace_parent):
@@ -144,9 +165,11 @@ class FailoverRequest:
             if not await self._fleet.wait_for_target(self._resume_s, needed):
                 raise UnavailableError(f"no target came within {self._resume_s:g} s")
         target, candidate = chosen
+        self.targets.append(target.record.worker_id)
         if self._replays:
             self._metrics.replayed()
             self._replays = False
+            self.replays += 1
         self._metrics.routed(candidate.cached, session=candidate.has_session)
         if self.numerics not in (None, target.numerics):
             log.warning(
@@ -188,7 +211,8 @@ class FailoverRequest:
         """Submit the request to a target and yield its deltas."""
         greedy = request.sampling.greedy
         drafts = self._fleet.drafts.order(greedy=greedy) if request.speculative.enabled is not False else []
-        self._target, stats = target, None
+        self._target, final = target, None
+        earlier = self.stats
         try:
             with (
                 self._attempt(target, request) as span,
@@ -207,13 +231,15 @@ class FailoverRequest:
                         if not target.up:
                             raise NotSubmitted(f"target {target.record.worker_id} left before the request's turn")
                     async for delta in deltas:
-                        stats = delta.speculation
+                        if delta.speculation is not None:
+                            self.stats = [*earlier, delta.speculation]
+                            final = delta.speculation if delta.finish_reason is not None else None
                         self._record(delta, target, self._in_flight)
                         if delta.tokens:
                             await quarantine.aclose()
                         yield delta
         finally:
-            self._fleet.drafts.record_request(drafts, stats, greedy=greedy)
+            self._fleet.drafts.record_request(drafts, final, greedy=greedy)
 
     def _record(self, delta: Delta, target: TargetConnection, in_flight: InFlightRequest) -> None:
         """Keep what a replay and the routing need of a delta. Raises the error that it reports."""

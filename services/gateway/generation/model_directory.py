@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from paceline.state.state_errors import StateUnavailableError
 from paceline_services.gateway.api_errors import (
     InvalidRequestError,
     OverloadedError,
@@ -53,6 +54,13 @@ class ModelDirectory:
         """End a client's running requests: see `RunningRequests.abort`. Returns whether there was one."""
         found = [model.running.abort(client, id_) for model in self]
         return any(found)
+
+    async def report(self, client: str, id_: str) -> str | None:
+        """What is known of a client's request, as JSON: see `RunningRequests.report`. Raises `UnavailableError`."""
+        try:
+            return await self.first.running.report(client, id_)
+        except StateUnavailableError as error:
+            raise UnavailableError("Redis does not answer now; try again soon") from error
 
     def abort_all(self) -> None:
         """The gateway stops: end all requests that run. Their clients may send them, or the last event id, again."""

@@ -1,13 +1,22 @@
-"""The API requests that a model serves now, by the ids that their clients know, so that a client can end them early."""
+"""The API requests that a model serves now, by the ids that their clients know: a client can end them, and ask for
+what is known of them."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from pydantic_core import to_json
+
+from paceline.state.acceptance_recorder import AcceptanceRecorder
+from paceline.state.memory_store import MemoryAcceptance
+from paceline.state.redis_availability import RedisAvailability
+from paceline_services.gateway.generation.failover import FailoverRequest
+from paceline_services.gateway.generation.usage import speculation_json
 
 RESPONSE_ID = re.compile(r"[a-z]+[-_](.+)")
 """The id of a response: a prefix that its API has, and an id of the request, the client's or the gateway's own."""
@@ -18,8 +27,13 @@ T = TypeVar("T")
 class RunningRequest:
     """One API request with all its completions."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str, id_: str) -> None:
         self.aborted = False
+        self.ended = False
+        self.runs: list[FailoverRequest] = []
+        """Its completions that have begun."""
+        self._model = model
+        self._id = id_
         self._error: Exception | None = None
         self._waiting: asyncio.Task[Any] | None = None
 
@@ -54,37 +68,68 @@ class RunningRequest:
             raise self._error
         return None
 
+    def report(self) -> str:
+        """What is known of the request, as JSON."""
+        report = {
+            "id": self._id,
+            "object": "request",
+            "model": self._model,
+            "state": "finished" if self.ended else "running",
+            "completion_tokens": sum(run.tokens for run in self.runs),
+            "targets": list(dict.fromkeys(target for run in self.runs for target in run.targets)),
+            "replays": sum(run.replays for run in self.runs),
+            "speculation": speculation_json([stats for run in self.runs for stats in run.stats]),
+        }
+        return to_json(report).decode()
+
 
 class RunningRequests:
     """The running requests of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "", recorder: AcceptanceRecorder | None = None) -> None:
+        """`recorder`: keeps reports for other gateways, and for a while; None: there are none but those of here."""
+        self._model = model
+        self._recorder = recorder or AcceptanceRecorder(MemoryAcceptance(), RedisAvailability(), 1.0)
         self._by_id: defaultdict[tuple[str, str], list[RunningRequest]] = defaultdict(list)
 
     @contextmanager
     def track(self, client: str, *ids: str) -> Iterator[RunningRequest]:
         """A request of the client runs while the context lasts. `ids`: by which the client may name it; "": none."""
-        request = RunningRequest()
+        request = RunningRequest(self._model, ids[0])
         keys = {(client, id_) for id_ in ids if id_}
         for key in keys:
             self._by_id[key].append(request)
-        try:
-            yield request
-        finally:
-            for key in keys:
-                self._by_id[key].remove(request)
-                if not self._by_id[key]:
-                    del self._by_id[key]
+        with self._recorder.reporting(keys, request.report):
+            try:
+                yield request
+            finally:
+                request.ended = True
+                for key in keys:
+                    self._by_id[key].remove(request)
+                    if not self._by_id[key]:
+                        del self._by_id[key]
 
     def abort(self, client: str, id_: str) -> bool:
         """End the client's requests with this id, of a request or of a response. Returns whether there was one."""
-        response_id = RESPONSE_ID.fullmatch(id_)
-        requests = self._by_id.get((client, id_)) or (response_id and self._by_id.get((client, response_id[1])))
-        for request in requests or ():
+        requests = next(filter(None, (self._by_id.get((client, each)) for each in _ids(id_))), ())
+        for request in requests:
             request.abort()
         return bool(requests)
+
+    async def report(self, client: str, id_: str) -> str | None:
+        """What is known of the client's request with this id; None: nothing. Raises `StateUnavailableError`."""
+        for each in _ids(id_):
+            if (report := await self._recorder.request((client, each))) is not None:
+                return report
+        return None
 
     def abort_all(self, make_error: Callable[[], Exception]) -> None:
         """End all requests, each with an error of its own."""
         for request in {request for requests in self._by_id.values() for request in requests}:
             request.abort(make_error())
+
+
+def _ids(id_: str) -> Sequence[str]:
+    """A request's own id, by the id of the request or of its response."""
+    response_id = RESPONSE_ID.fullmatch(id_)
+    return (id_, response_id[1]) if response_id else (id_,)

@@ -22,7 +22,7 @@ from paceline_services.gateway.generation.admission import AdmissionQueue, Capac
 from paceline_services.gateway.generation.completion_request import CompletionRequest, choices_of
 from paceline_services.gateway.generation.deltas import Deltas, interleaved
 from paceline_services.gateway.generation.failover import FailoverRequest
-from paceline_services.gateway.generation.running import RunningRequests
+from paceline_services.gateway.generation.running import RunningRequest, RunningRequests
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.structured.output import GrammarChecks
 
@@ -99,7 +99,7 @@ class ServedModel:
         return description
 
     async def generate(
-        self, completion: RunningCompletion, client: ApiClient, numerics: str | None = None
+        self, completion: RunningCompletion, client: ApiClient, running: RunningRequest, numerics: str | None = None
     ) -> AsyncGenerator[TextDelta]:
         """The deltas of one completion after those before, with their text; the last one has a finish reason.
 
@@ -110,6 +110,7 @@ class ServedModel:
         with self.metrics.track(self.model) as metrics:
             limits = self.capacity.limits
             run = FailoverRequest(self.fleet, request, limits.resume_s, metrics, self.tracing, before, numerics)
+            running.runs.append(run)
             async with aclosing(run.deltas()) as deltas:
                 async for raw in deltas:
                     delta = completion.processor.process(raw)
@@ -155,7 +156,9 @@ class ServedModel:
             try:
                 if not any(each.before for each in completions):  # the prompts were counted before the first delta
                     client.count_tokens(sum(len(each.prompt) for each in requests if each.choice == 0), "prompt")
-                outputs = {index: self.generate(each, client, numerics.get(index)) for index, each in left.items()}
+                outputs = {
+                    index: self.generate(each, client, running, numerics.get(index)) for index, each in left.items()
+                }
                 async with aclosing(interleaved(outputs)) as deltas:
                     while (item := await running.next(deltas)) is not None:
                         yield item

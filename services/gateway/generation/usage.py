@@ -51,24 +51,29 @@ class RequestUsage:
         }
 
     def speculation(self) -> Json:
-        """As JSON. The acceptance length is accepted tokens per verification, without the bonus token."""
-        total = SpeculationStats(
-            drafted_by_depth=_summed(stats.drafted_by_depth for stats in self._stats),
-            accepted_by_depth=_summed(stats.accepted_by_depth for stats in self._stats),
-            drafted_tokens=sum(stats.drafted_tokens for stats in self._stats),
-            verifications=sum(stats.verifications for stats in self._stats),
-            steps=sum(stats.steps for stats in self._stats),
-            drafts=list(dict.fromkeys(draft for stats in self._stats for draft in stats.drafts)),
-            strategy=", ".join(dict.fromkeys(stats.strategy for stats in self._stats)),
-            lossy=any(stats.lossy for stats in self._stats),
-            drafter_invariant=all(stats.drafter_invariant for stats in self._stats),
-        )
-        derived = {"accepted_tokens": total.accepted_tokens, "acceptance_length": total.acceptance_length}
-        return asdict(total) | derived
+        return speculation_json(self._stats)
 
     def timings(self) -> Json:
         """Seconds by the target's clock, of the completion that took longest."""
         return asdict(max(self._timings, key=lambda timings: timings.total_s, default=Timings()))
+
+
+def speculation_json(parts: Sequence[SpeculationStats]) -> Json:
+    """The sum. The acceptance length is accepted tokens per verification, without the bonus token."""
+    total = SpeculationStats(
+        drafted_by_depth=_summed(stats.drafted_by_depth for stats in parts),
+        accepted_by_depth=_summed(stats.accepted_by_depth for stats in parts),
+        drafted_tokens=sum(stats.drafted_tokens for stats in parts),
+        verifications=sum(stats.verifications for stats in parts),
+        steps=sum(stats.steps for stats in parts),
+        drafts=list(dict.fromkeys(draft for stats in parts for draft in stats.drafts)),
+        strategy=", ".join(dict.fromkeys(stats.strategy for stats in parts)),
+        lossy=any(stats.lossy for stats in parts),
+        drafter_invariant=all(stats.drafter_invariant for stats in parts),
+    )
+    fields = asdict(total) | {"accepted_tokens": total.accepted_tokens, "acceptance_length": total.acceptance_length}
+    del fields["accepted_average"]  # of one completion at one target
+    return fields
 
 
 def _summed(counts: Iterable[Sequence[int]]) -> list[int]:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 import paceline
 from paceline.launcher import KILL_DRAFT
-from paceline_services.gateway.api_errors import UnavailableError
+from paceline_services.gateway.api_errors import MAX_ECHOED, InvalidRequestError, UnavailableError
 from paceline_services.gateway.generation.http_request import read_body
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.served_model import ServedModel
@@ -67,6 +67,15 @@ def add_operations(
         body = parse_body(await read_body(request, models), AbortBody)
         client = client_of(request).name
         return JsonResponse({"aborted": [each for each in body.request_ids if models.abort(client, each)]})
+
+    @app.get("/v1/requests/{request_id}")
+    async def report_request(request: Request, request_id: str) -> Response:
+        """What speculation did for a request of the same client, which runs or has ended lately."""
+        known = await models.report(client_of(request).name, request_id)
+        if known is None:
+            message = f"request_id: no request {request_id[:MAX_ECHOED]!r} runs, or has ended lately"
+            raise InvalidRequestError(message, param="request_id", code="request_not_found", status=404)
+        return Response(known, media_type="application/json")
 
 
 def _add_probes(app: FastAPI, models: ModelDirectory, registry: CollectorRegistry) -> None:

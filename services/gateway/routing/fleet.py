@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from paceline.messages import GenerationRequest, TargetDescription
+from paceline.state.acceptance_recorder import AcceptanceRecorder
 from paceline.state.periodic_task import PeriodicTask
 from paceline.state.state_store import StateStore
 from paceline.state.worker_registry import RegisteredWorker, WorkerRecord
@@ -262,10 +263,15 @@ class FleetRefresh(PeriodicTask):
 
 @asynccontextmanager
 async def open_fleet(
-    store: StateStore, model: str, fingerprint: str, others: Collection[str] = (), tls: Certificates | None = None
+    store: StateStore,
+    recorder: AcceptanceRecorder,
+    model: str,
+    fingerprint: str,
+    others: Collection[str] = (),
+    tls: Certificates | None = None,
 ) -> AsyncIterator[Fleet]:
-    """A fleet that follows the registry; closed with the context."""
-    async with store.watcher("target") as targets, store.watcher("draft") as drafts, store.recorder() as recorder:
+    """A fleet that follows the registry; closed with the context. `recorder` counts the acceptance of its drafts."""
+    async with store.watcher("target") as targets, store.watcher("draft") as drafts:
         drafts_of_model = DraftWorkers(partial(recorder.count, model))
         fleet = Fleet(model, fingerprint, drafts_of_model, others, tls)
         try:

@@ -24,11 +24,18 @@ def bare_request(
     client: str = "",
     group: str = "",
     priority: int = 0,
+    accepted_average: float | None = None,
 ) -> Request:
     """A greedy request without calibration. `limits`: depth and nodes that a step verifies."""
     params = SamplingParams(temperature=0.0, max_tokens=output)
     generation_request = GenerationRequest(
-        f"r{key}", list(prompt), params, client=client, group=group, priority=priority
+        f"r{key}",
+        list(prompt),
+        params,
+        client=client,
+        group=group,
+        priority=priority,
+        accepted_average=accepted_average,
     )
     history = History(params, prompt, (), CONTEXT)
     tree = TokenTree(len(prompt) - 1, prompt[-1])

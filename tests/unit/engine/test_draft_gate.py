@@ -25,8 +25,9 @@ class Gated:
         for key in range(1, requests + 1):
             self.add(key)
 
-    def add(self, key: int) -> None:
-        self.gate.add(bare_request([1], key=key))
+    def add(self, key: int, before: float | None = None) -> None:
+        """`before`: the request's average at its last target."""
+        self.gate.add(bare_request([1], key=key, accepted_average=before))
 
     def steps(self, count: int, accepted: int = 0, *, lost: float = 0.0, started: bool = True) -> None:
         for _ in range(count):
@@ -161,3 +162,47 @@ class TestLateRequests:
         assert gated.changes == [(key, True) for key in range(1, 10)]
         assert gated.next_changes() == [(10, True)]
         assert gated.drafted[10] == steps
+
+
+class TestReplayedRequests:
+    """Requests that another target had."""
+
+    @pytest.mark.parametrize(("before", "paused"), [(None, True), (0.01, True), (2.0, False)])
+    def test_a_request_that_was_helped_joins_a_paused_draft_unpaused(self, before: float | None, paused: bool) -> None:
+        gated = Gated(9)
+        gated.until_change()
+        gated.add(10, before)
+        assert gated.gate.requests[10].paused is paused
+        assert all(gated.gate.requests[key].paused for key in range(1, 10))
+
+    @pytest.mark.parametrize(
+        ("before", "paused"), [((0.01,), True), ((0.01, 2.0), False), ((2.0, 0.01), False), ((0.01, None), False)]
+    )
+    def test_they_judge_a_draft_that_no_step_has_judged(self, before: tuple[float | None, ...], paused: bool) -> None:
+        """All together, in any order; a request without an earlier target hopes."""
+        gated = Gated(0)
+        for key, average in enumerate(before, 1):
+            gated.add(key, average)
+        assert gated.gate.pays is not paused
+        assert [each.paused for each in gated.gate.requests.values()] == [paused] * len(before)
+        if paused:
+            assert gated.until_change() == DraftGate.MIN_PAUSE_STEPS
+
+    def test_one_of_them_judges_no_draft_that_steps_have_judged(self) -> None:
+        gated = Gated(1)
+        gated.steps(1, accepted=1)
+        gated.add(2, 0.0)
+        assert gated.gate.pays
+
+    def test_a_second_draft_starts_anew(self) -> None:
+        gated = Gated(0)
+        request = bare_request([1], accepted_average=0.0)
+        request.stats.drafts += ["lost", "next"]
+        gated.gate.add(request)
+        assert not request.paused
+
+    def test_the_average_is_told(self) -> None:
+        gated = Gated(0)
+        gated.add(1, 2.0)
+        gated.steps(1, accepted=3)
+        assert gated.gate.requests[1].stats.accepted_average == pytest.approx(2.1)

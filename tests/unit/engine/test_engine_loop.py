@@ -46,12 +46,12 @@ async def test_a_request_during_the_last_step_of_another_is_served() -> None:
 
 
 async def test_statistics_are_sent_when_due_and_at_the_end() -> None:
-    """Steps are 0.03 s apart, so every fourth step sends the statistics of four steps."""
+    """Steps are 0.15 s apart, so every fourth step sends the statistics of four steps."""
     now, received = [0.0], list[StepResult]()
 
     class Ticking(TableModel):
         def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
-            now[0] += 0.03
+            now[0] += 0.15
             return super().run(rows, wanted, hidden_layers)
 
     model, config = Ticking(8, 256, 256), EngineConfig(slots=256)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import pytest
 
-from paceline_services.gateway.generation.running import RunningRequests
+from paceline_services.gateway.generation.running import RunningRequest, RunningRequests
+
+SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
 
 
 async def numbers(gate: asyncio.Event) -> AsyncGenerator[int]:
@@ -93,3 +98,10 @@ async def test_requests_of_one_name_end_together() -> None:
         assert (first.aborted, second.aborted) == (False, True)
         assert running.abort("", "same")
         assert first.aborted
+
+
+def test_the_documentation_of_security_lists_what_is_kept_of_a_request() -> None:
+    listed = re.search(r"^Redis keeps of a request (.*?), while it runs", SECURITY.read_text(), re.M | re.S)
+    assert listed is not None
+    kept = json.loads(RunningRequest("m", "r").report()).keys() - {"object"}
+    assert set(re.findall(r"`(\w+)`", listed[1])) == kept

@@ -4,14 +4,12 @@ import asyncio
 import dataclasses
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 import pytest
 from redis import Redis as BlockingRedis
@@ -23,18 +21,17 @@ from paceline.state import (
     AcceptanceCounts,
     Append,
     RecordLimits,
-    RequestAcceptance,
     StateError,
     StateStore,
     WorkerRecord,
     open_store,
 )
+from paceline.state.acceptance import REQUEST_TTL_S
 from paceline.state.acceptance_recorder import MAX_PENDING_REQUESTS
 from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.memory_state import open_state
 from tests.helpers.waiting import eventually
 
-SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
 ONE = AcceptanceCounts(1, (1,), (1,))
 OLD = WorkerRecord("draft", "old", "127.0.0.1:4000", "family/draft", "draft_model", "abc", 1.0)
 YOUNG = dataclasses.replace(OLD, worker_id="young", started_at=2.0)
@@ -201,38 +198,28 @@ def test_rates_of_positions(steps: list[tuple[int, int, int]], rates: list[float
     assert counts.acceptance_length == stats.acceptance_length
 
 
-def test_the_documentation_of_security_lists_what_is_kept_of_a_request() -> None:
-    [listed] = re.findall(r"^Redis keeps of a running request (.*?), until it ends", SECURITY.read_text(), re.M | re.S)
-    assert set(re.findall(r"`(\w+)`", listed)) == {field.name for field in dataclasses.fields(RequestAcceptance)}
-
-
-def running(request_id: str, drafted: int = 3) -> RequestAcceptance:
-    return RequestAcceptance(request_id, "family/target", "draft_model", (drafted, 2), (2, 1), ("draft-1",), 1.5)
-
-
-async def test_a_recorder_writes_the_newest_request_for_an_hour_and_the_sum_of_counts(
-    redis_store: StateStore, redis: Redis
-) -> None:
+async def test_a_recorder_writes_what_runs_and_what_has_ended(redis_store: StateStore, redis: Redis) -> None:
+    """Under each of its keys, for a while."""
+    store, states = redis_store.acceptance, iter("123")
     async with redis_store.recorder(interval_s=3600) as recorder:
-        for drafted in range(3):
-            recorder.save(running("a", drafted))
+        with recorder.reporting([("a:b", "r"), ("a:b", "x:y")], lambda: next(states)):
+            await recorder.run_once()
+            assert await store.request(("a:b", "r")) == "1"
+            assert await store.request(("a:b", "x:y")) == "2"
+        for key in (("a:b", "r"), ("a:b", "x:y")):
+            assert await recorder.request(key) == "3", "it is not written yet"
+        assert await recorder.request(("a", "b:r")) is None
+        for _ in range(3):
             recorder.count("m", "ngram", ONE)
-        recorder.save(running("b"))
-        recorder.finish("b")
-        assert not await redis.exists("paceline:request:a")
-    assert json.loads(await redis.get("paceline:request:a")) == json.loads(
-        json.dumps(dataclasses.asdict(running("a", 2)))
-    )
-    assert 3540 < await redis.ttl("paceline:request:a") <= 3600
-    assert not await redis.exists("paceline:request:b")
-    assert (await redis_store.acceptance.acceptance("m", "ngram")).drafted == pytest.approx(3)
+    assert await store.request(("a:b", "x:y")) == "3"
+    assert REQUEST_TTL_S - 60 < await redis.ttl("paceline:request:a%3Ab:r") <= REQUEST_TTL_S
+    assert (await store.acceptance("m", "ngram")).drafted == pytest.approx(3)
 
 
 async def test_a_recorder_writes_in_the_background(store: StateStore) -> None:
     """Nothing that is counted during a write is lost, or counted twice."""
     async with store.recorder(interval_s=0.001) as recorder:
         for _ in range(200):
-            recorder.save(running("a"))
             for _ in range(10):
                 recorder.count("m", "ngram", ONE)
             await asyncio.sleep(0)
@@ -246,9 +233,10 @@ async def test_a_recorder_writes_in_the_background(store: StateStore) -> None:
 async def test_a_recorder_drops_the_oldest_of_too_many_requests(redis_store: StateStore, redis: Redis) -> None:
     async with redis_store.recorder(interval_s=3600) as recorder:
         for number in range(MAX_PENDING_REQUESTS + 1):
-            recorder.save(running(str(number)))
-    assert not await redis.exists("paceline:request:0")
-    assert await redis.exists("paceline:request:1")
+            with recorder.reporting([("", str(number))], str):
+                pass
+    assert not await redis.exists("paceline:request::0")
+    assert await redis.exists("paceline:request::1")
 
 
 class Opener:
