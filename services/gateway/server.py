@@ -179,7 +179,7 @@ async def running(
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)
-        async with store.registration(record, lambda: _load(models)), background:
+        async with store.registration(record, lambda: models.load), background:
             yield models, addresses
             models.capacity.closing = True
         await grpc_server.drain()
@@ -234,11 +234,6 @@ def _output_format(model: str, settings: GatewaySettings, tokenizer: Tokenizer) 
             model,
         )
     return chosen
-
-
-def _load(models: ModelDirectory) -> dict[str, float]:
-    """For other gateways' reports."""
-    return {"running": models.capacity.in_flight, "tokens": sum(each.totals.tokens for each in models)}
 
 
 def _record(worker_id: str, addresses: Addresses, models: ModelDirectory) -> WorkerRecord:

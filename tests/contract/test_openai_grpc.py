@@ -177,7 +177,7 @@ async def test_a_call_gives_what_http_gives(more: dict[str, Any], fields: dict[s
         answer = await stack.complete(WORDS, return_token_ids=True, return_accepted=True, **fields, **more)
         assert answer.status_code == 200, answer.text
         ours, theirs = (
-            [(r.prompt, r.sampling, r.choice, r.priority, r.return_tree) for r in requests]
+            [(r.prompt, r.sampling, r.priority, r.return_tree) for r in requests]
             for requests in zip(*[iter(stack.decoder.requests)] * more.get("n", 1), strict=True)
         )
     assert ours == theirs

@@ -36,6 +36,11 @@ class ModelDirectory:
     def capacity(self) -> Capacity:
         return self.first.capacity
 
+    @property
+    def load(self) -> dict[str, float]:
+        """Completions that run, and tokens since the start: for other gateways' reports."""
+        return {"running": self.capacity.in_flight, "tokens": sum(each.totals.tokens for each in self)}
+
     def model(self, name: str | None) -> ServedModel:
         """By name; None means the only model. Raises `UnknownModelError` or `InvalidRequestError`."""
         if name is None:

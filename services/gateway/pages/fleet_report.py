@@ -19,6 +19,7 @@ REFRESH_S = 1.0
 """How often the state store is read at most, however many pages are open."""
 
 STATES = {BreakerState.CLOSED: "up", BreakerState.HALF_OPEN: "probing", BreakerState.OPEN: "failing"}
+"""failing: left alone for a while; probing: one request tries it."""
 
 
 class FleetReport:
@@ -62,9 +63,8 @@ class FleetReport:
 
     def _gateway_list(self) -> list[Json]:
         """This gateway with its counts of now, others as of their last heartbeat."""
-        own = {"running": self._models.capacity.in_flight, "tokens": sum(each.totals.tokens for each in self._models)}
         gateways = [_gateway(each) for each in self._gateways]
-        return [{**each, **own} if each["id"] == self._gateway_id else each for each in gateways]
+        return [each | self._models.load if each["id"] == self._gateway_id else each for each in gateways]
 
     def _model(self, model: ServedModel) -> Json:
         fleet, totals = model.fleet, model.totals
@@ -107,7 +107,7 @@ def _target(target: TargetConnection) -> Json:
     return {
         "id": target.record.worker_id,
         "address": target.record.address,
-        "state": _target_state(target),
+        "state": STATES[target.breaker.state] if target.up else "draining",
         "method": description.method,
         "beside": list(description.beside),
         "labels": list(description.labels),
@@ -117,17 +117,6 @@ def _target(target: TargetConnection) -> Json:
         "waiting": load.waiting if load else registered_load.get("waiting", 0.0),
         "step_s": load.step_s if load else 0.0,
     }
-
-
-def _target_state(target: TargetConnection) -> str:
-    """up, draining, failing: left alone for a while, or probing: one request tries it."""
-    if not target.up:
-        return "draining"
-    return _breaker_state(target.breaker)
-
-
-def _breaker_state(breaker: Breaker) -> str:
-    return STATES[breaker.state]
 
 
 def _unreached(key: str) -> Json:
@@ -142,7 +131,7 @@ def _draft(worker: RegisteredWorker, breaker: Breaker) -> Json:
     return {
         "id": record.worker_id,
         "address": record.address,
-        "state": _breaker_state(breaker),
+        "state": STATES[breaker.state],
         "method": record.method,
         "model": _base_name(record.model),
         "requests": worker.load.get("requests", 0.0),
