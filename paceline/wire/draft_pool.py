@@ -21,8 +21,7 @@ from paceline.state import RegisteredWorker, StateStore, WorkerWatcher
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
-from paceline.wire.channels import GROWTH_FRAME_BYTES, open_channel
-from paceline.wire.credentials import DRAFT
+from paceline.wire.channels import DRAFT, GROWTH_FRAME_BYTES, open_channel
 from paceline.wire.draft_codec import decode_draft_description
 from paceline.wire.draft_stream import DraftLinkConfig, DraftStream
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamDown, StreamEventHandler, StreamUp
