@@ -202,12 +202,9 @@ class LLM:
         return LocalDraftClient(speculator)
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        return [
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]  # type: ignore[union-attr]
-            for prompt in prompts
-        ]
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        several: Sequence[Any] = [prompts] if single else prompts
+        return [self.tokenizer.encode(each) if isinstance(each, str) else [int(t) for t in each] for each in several]
 
     def _render_chat(self, conversation: Conversation) -> list[int]:
         template = self.tokenizer.chat_template

@@ -59,7 +59,7 @@ def main(
             "seconds": seconds,
             "seed": seed,
             "model": model,
-            "engine": engine.value,
+            "engine": engine,
             "clean": report.clean and report.has_work,
         }
 

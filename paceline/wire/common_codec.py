@@ -11,7 +11,12 @@ from paceline.v1 import common_pb2 as pb
 from paceline.wire.field_codec import decode_fields, encode_fields
 from paceline.wire.link_errors import WireError
 
-FINISH_REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
 MAX_CACHE_SALT_BYTES = 64
 """Longest cache salt between services, in bytes of UTF-8: gateways send digests."""
 MAX_TRACE_PARENT = 55
