@@ -15,13 +15,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.config.settings import Settings
 from paceline.config.validation_messages import first_error
-from paceline.target_labels import parse_labels
+from paceline.launcher import StartError
+from paceline.target_features import parse_labels
 
 PREFIX = "pl-"
 """By which scanners recognise a key that leaked into a repository."""
 
 
-class KeyFileError(Exception):
+class KeyFileError(StartError):
     """The file has no usable keys; the message says why, and quotes nothing of the file."""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ from paceline.memory_plan import plan_memory
 from paceline.messages import Delta, FinishReason, GenerationRequest, LogProbs, SpeculationStats, Timings
 from paceline.model import limit_torch_threads, load
 from paceline.model.kept_row_cost import model_row_cost
+from paceline.model_defaults import sampling_defaults
 from paceline.output_processor import OutputOptions, OutputProcessor, TextDelta
-from paceline.sampling_defaults import sampling_defaults
 from paceline.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -120,7 +121,7 @@ class LLM:
         `sampling.stop_token_ids` or the model's own end-of-text tokens. Raises ValueError if any prompt cannot be
         served; then none is completed.
         """
-        return self._complete(self._encode(prompts), sampling, stop, speculative=speculative)
+        return _last(self._run(self._encode(prompts), sampling, stop, speculative=speculative))
 
     def chat(
         self,
@@ -137,7 +138,7 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else messages
         prompts = [self._render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        return self._complete(prompts, sampling, stop, speculative=speculative)
+        return _last(self._run(prompts, sampling, stop, speculative=speculative))
 
     def stream_chat(
         self, messages: Conversation, sampling: SamplingParams | None = None, *, stop: str | Sequence[str] = ()
@@ -146,60 +147,38 @@ class LLM:
 
         Closing the iterator cancels the request. Raises as `chat` does.
         """
-        [running] = requests = self._submit([self._render_chat(messages)], sampling, stop, speculative=True)
-        for _ in self._steps(requests):
+        for [running] in self._run([self._render_chat(messages)], sampling, stop, speculative=True):
             yield running.completion()
 
-    def _complete(
+    def _run(
         self,
         prompts: list[list[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         stop: str | Sequence[str],
         *,
         speculative: bool,
-    ) -> list[Completion]:
-        requests = self._submit(prompts, sampling, stop, speculative=speculative)
-        for _ in self._steps(requests):
-            pass
-        return [each.completion() for each in requests]
+    ) -> Iterator[Collection[_RunningRequest]]:
+        """Yield the requests after each step until all are finished; a caller that stops earlier cancels them.
 
-    def _submit(
-        self,
-        prompts: list[list[int]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        stop: str | Sequence[str],
-        *,
-        speculative: bool,
-    ) -> list[_RunningRequest]:
-        """Raises ValueError if any prompt cannot be served; then none is."""
+        Raises ValueError if any prompt cannot be served; then none is.
+        """
         given = self.default_sampling if sampling is None else sampling
         all_params = [self._with_ends(each) for each in _one_for_each(given, len(prompts))]
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ValueError("a stop string needs at least one character")
         options = SpeculativeOptions(enabled=None if speculative else False, report=True)
-        requests = [
-            GenerationRequest(f"llm-{next(self._serial)}", prompt, params, options)
-            for prompt, params in zip(prompts, all_params, strict=True)
-        ]
-        running = [_RunningRequest(each, OutputOptions(stops), self.tokenizer) for each in requests]
+        running: dict[str, _RunningRequest] = {}
         try:
-            for each in requests:
-                self._engine.submit(each)
-        except BaseException:
-            self._engine.reset()
-            raise
-        return running
-
-    def _steps(self, requests: Sequence[_RunningRequest]) -> Iterator[None]:
-        """Yield after each step until all are finished; a caller that stops earlier cancels them."""
-        running = {each.request_id: each for each in requests}
-        try:
+            for prompt, params in zip(prompts, all_params, strict=True):
+                request = GenerationRequest(f"llm-{next(self._serial)}", prompt, params, options)
+                running[request.request_id] = _RunningRequest(request, OutputOptions(stops), self.tokenizer)
+                self._engine.submit(request)
             while self._engine.busy:
                 for delta in self._engine.step():
                     if running[delta.request_id].add(delta):
                         self._engine.cancel(delta.request_id)
-                yield
+                yield running.values()
         except BaseException:
             self._engine.reset()
             raise
@@ -223,20 +202,19 @@ class LLM:
         return LocalDraftClient(speculator)
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        if isinstance(prompts, str):
-            return [self.tokenizer.encode(prompts)]
-        if prompts and isinstance(prompts[0], int):
-            return [[int(t) for t in prompts]]  # type: ignore[arg-type]
-        return [
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]  # type: ignore[union-attr]
-            for prompt in prompts
-        ]
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        several: Sequence[Any] = [prompts] if single else prompts
+        return [self.tokenizer.encode(each) if isinstance(each, str) else [int(t) for t in each] for each in several]
 
     def _render_chat(self, conversation: Conversation) -> list[int]:
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError(f"{self.model.name} has no chat template: use generate")
         return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
+
+
+def _last(steps: Iterator[Collection[_RunningRequest]]) -> list[Completion]:
+    return [each.completion() for requests in deque(steps, maxlen=1) for each in requests]
 
 
 def _one_for_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
@@ -252,7 +230,6 @@ class _RunningRequest:
     """One request's output so far."""
 
     def __init__(self, request: GenerationRequest, options: OutputOptions, tokenizer: Tokenizer) -> None:
-        self.request_id = request.request_id
         self._request = request
         self._processor = OutputProcessor(request, options, tokenizer)
         self._output = TextDelta(request.request_id)

@@ -156,13 +156,9 @@ def _unread(*_: Any) -> Any:
 def _as_target(config: Any, dtype: torch.dtype, model: str, engine: EngineConfig) -> TargetWeights:
     """A CPU's memory is other programs', too: requests are longer than UNPLANNED_SLOTS only if the user says so."""
     folder, device = Path(resolve_model(model)), torch.device(engine.device)
-    length = _own_length(config) if device.type != "cpu" else min(_own_length(config), UNPLANNED_SLOTS)
-    length = engine.max_model_len or length
+    own = positions_in(config) or UNPLANNED_SLOTS
+    length = engine.max_model_len or (own if device.type != "cpu" else min(own, UNPLANNED_SLOTS))
     return TargetWeights(_unread, _unread, folder, config, dtype, device, int(config.vocab_size), length, "")
-
-
-def _own_length(config: Any) -> int:
-    return positions_in(config) or UNPLANNED_SLOTS
 
 
 def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
@@ -174,19 +170,20 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
 
         heads = heads_per_rank(heads, network.tp_plan or {}, size)
     weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
-    return WorkerMemory(weights, _activations(config, heads, dtype, engine), _slot_bytes(config, heads, dtype, engine))
+    return _with_cache(weights, config, heads, dtype, engine)
 
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
     """Of a process whose model stays packed as in its file, except matrices of floats, which take the dtype."""
     heads, dtype = Heads.of(config), dtype_of(config, engine)
     weights = sum(_packed_bytes(each, dtype) for each in GgufFile.open(path).tensors.values())
-    return WorkerMemory(weights, _activations(config, heads, dtype, engine), _slot_bytes(config, heads, dtype, engine))
+    return _with_cache(weights, config, heads, dtype, engine)
 
 
-def _slot_bytes(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> int:
+def _with_cache(weights: int, config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> WorkerMemory:
     layers = int(config.num_hidden_layers)
-    return KVCache.bytes_per_slot(layers, heads, dtype, head_width(heads), engine.kv_cache_dtype)
+    slot = KVCache.bytes_per_slot(layers, heads, dtype, head_width(heads), engine.kv_cache_dtype)
+    return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 
 
 def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype) -> int:
@@ -203,7 +200,7 @@ def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineCo
     inner = inner if isinstance(inner, int) else 4 * hidden
     total = rows * (int(config.vocab_size) * LOGIT_COPIES * 4 + (4 * hidden + 3 * inner) * dtype.itemsize)
     if torch.device(engine.device).type != "cpu":
-        length = engine.max_model_len or _own_length(config)
+        length = engine.max_model_len or positions_in(config) or UNPLANNED_SLOTS
         copies = 2 * heads.kv_heads * heads.head_size * (dtype.itemsize + 4)
         total += length * (copies + 3 * rows * heads.kv_heads * heads.queries_per_kv * 4)
     return total

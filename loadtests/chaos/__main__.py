@@ -24,7 +24,7 @@ EVERY_S, VLLM_EVERY_S = 2.0, 15.0
 
 def main(
     model: Annotated[str | None, typer.Option(help="The target: the timed model, or `pydoc`.")] = None,
-    engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = EngineName.PACELINE,
+    engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = "paceline",
     vllm_options: VllmSettings = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="Length of the run.")] = 300.0,
     every: Annotated[float | None, typer.Option(min=0.1, help="Mean seconds between two faults.")] = None,
@@ -39,7 +39,7 @@ def main(
     """Exit code 1 if a token was lost or changed, a request failed, a worker was left with one, or nothing happened."""
     logging.basicConfig(level="INFO", format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel("WARNING")
-    if engine is EngineName.VLLM:
+    if engine == "vllm":
         model, vllm, every = (
             model or family.NAMES[0],
             vllm_options or chaos.default_vllm_options(),
@@ -59,7 +59,7 @@ def main(
             "seconds": seconds,
             "seed": seed,
             "model": model,
-            "engine": engine.value,
+            "engine": engine,
             "clean": report.clean and report.has_work,
         }
 

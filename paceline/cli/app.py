@@ -53,6 +53,7 @@ def options(
 
 
 @main.command()
+@start_errors()
 def serve(
     model: Annotated[str | None, typer.Argument(help=f"{MODEL} {DEFAULT_MODEL}")] = None,
     speculative_config: Speculation = None,
@@ -65,7 +66,7 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Processes that share the target.")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="Require API keys: see `paceline keys`.")] = None,
-    engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = EngineName.PACELINE,
+    engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = "paceline",
     vllm_options: VllmSettings = None,
     chat_template: Annotated[
         str | None, typer.Option(help="A file with a chat template, or one of the model's own by name.")
@@ -92,13 +93,12 @@ def serve(
 
     given: dict[str, object] = {"trust_remote_code": trust_remote_code, "quantization": quantization, "verify": verify}
     given |= {"tensor_parallel_size": tensor_parallel_size}
-    if engine is not EngineName.VLLM and vllm_options is not None:
+    if engine != "vllm" and vllm_options is not None:
         raise typer.BadParameter("--vllm-options is for --engine vllm")
     settings = (engine_config or EngineConfig()).model_copy(update={key: each for key, each in given.items() if each})
-    takes_gguf = engine is not EngineName.VLLM and settings.tensor_parallel_size == 1
-    with start_errors():
-        model = model or default_model(takes_gguf=takes_gguf)
-        download_models(model, speculative_config)
+    takes_gguf = engine != "vllm" and settings.tensor_parallel_size == 1
+    model = model or default_model(takes_gguf=takes_gguf)
+    download_models(model, speculative_config)
     options = deployment.DeploymentOptions(
         model,
         speculative_config,
@@ -109,7 +109,7 @@ def serve(
         target_workers,
         served_model_name,
         api_keys,
-        (vllm_options or VllmOptions()) if engine is EngineName.VLLM else None,
+        (vllm_options or VllmOptions()) if engine == "vllm" else None,
         chat_template,
         tool_call_parser,
         reasoning_parser,
@@ -117,12 +117,11 @@ def serve(
         otlp_traces_endpoint,
         demo_page,
     )
-    with start_errors():
-        code = command.serve(options, redis_url)
-    raise typer.Exit(code)
+    raise typer.Exit(command.serve(options, redis_url))
 
 
 @main.command()
+@start_errors()
 def doctor(
     model: Annotated[str, typer.Option(help=f"The target. {MODEL}")] = "pydoc",
     speculative_config: Speculations = None,
@@ -147,10 +146,9 @@ def doctor(
         temperature or (0.0, 0.8),
         engine_config or EngineConfig(),
     )
-    with start_errors():
-        if url is None:
-            download_models(model)
-        report = command.run(Console(highlight=False), options)
+    if url is None:
+        download_models(model)
+    report = command.run(Console(highlight=False), options)
     typer.echo(json.dumps(report))
     raise typer.Exit(0 if report["identical"] else 1)
 
@@ -188,6 +186,7 @@ main.add_typer(keys, name="keys")
 
 
 @main.command()
+@start_errors()
 def chat(
     model: Annotated[str | None, typer.Argument(help=f"Chat with it here, without a server. {MODEL}")] = None,
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
@@ -204,17 +203,17 @@ def chat(
     from paceline.cli.model_download import download_models
 
     console = Console(highlight=False)
-    with start_errors():
-        if model is None:
-            command.run(console, url, {"temperature": temperature, "max_tokens": max_tokens})
-        else:
-            speculation = speculative_config or default_speculative_config(model)
-            download_models(model, speculation)
-            sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-            command.run_here(console, model, speculation, engine_config or EngineConfig(), sampling)
+    if model is None:
+        command.run(console, url, {"temperature": temperature, "max_tokens": max_tokens})
+    else:
+        speculation = speculative_config or default_speculative_config(model)
+        download_models(model, speculation)
+        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        command.run_here(console, model, speculation, engine_config or EngineConfig(), sampling)
 
 
 @main.command()
+@start_errors()
 def download(
     model: Annotated[str | None, typer.Argument(help="One of these names.")] = None,
     fallback: Annotated[str | None, typer.Option("--or", help="What to print if it cannot be downloaded.")] = None,
@@ -222,8 +221,7 @@ def download(
     """Download a published model and print its name; without a name, list the published models."""
     from paceline.cli import model_download
 
-    with start_errors():
-        typer.echo("\n".join(model_download.offers()) if model is None else model_download.available(model, fallback))
+    typer.echo("\n".join(model_download.offers()) if model is None else model_download.available(model, fallback))
 
 
 if importlib.util.find_spec(LAB) is not None:

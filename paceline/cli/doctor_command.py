@@ -11,23 +11,26 @@ With `--url` the same prompts go to a running server, with `"speculative": false
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import served_measurement
+from paceline.cli.http_client import ApiRefusedError
 from paceline.cli.progress import progress
 from paceline.config import LOOKUP_METHODS, EngineConfig, SpeculativeConfig
 from paceline.doctor.candidates import candidates
 from paceline.doctor.diagnosis import Advice, DiagnosedMethod, Diagnosis, config_json, diagnose
 from paceline.doctor.measurement import MeasurementSettings
 from paceline.doctor.measurements import MethodFacts, MethodMeasurement, Speed
-from paceline.doctor.prompt_file import QUESTIONS, Prompt, PromptsError, code_prompts, encoded, lack_chat_template, read
+from paceline.doctor.prompt_file import QUESTIONS, Prompt, code_prompts, encoded, lack_chat_template, read
 from paceline.launcher import StartError
 from paceline.llm import LLM
 from paceline.model.device_memory import gigabytes
@@ -62,10 +65,7 @@ def run(console: Console, options: DoctorOptions) -> dict[str, Any]:
 
 def _prompts(options: DoctorOptions) -> list[Prompt]:
     if options.prompts is not None:
-        try:
-            return read(options.prompts)
-        except PromptsError as error:
-            raise StartError(str(error)) from error
+        return read(options.prompts)
     questions = [[{"role": "user", "content": question}] for question in QUESTIONS]
     return [*code_prompts(), *questions]
 
@@ -97,10 +97,17 @@ def _served(console: Console, options: DoctorOptions, prompts: Sequence[Prompt])
     trained = not options.given or options.given[0].method not in LOOKUP_METHODS
     count = served_measurement.prompt_count(prompts, options.temperatures)
     with progress(console, "prompts, plain and speculative in turns", count) as done:
-        measured = served_measurement.measure(
+        work = served_measurement.measure(
             options.url, prompts, options.max_tokens, options.temperatures, MethodFacts(trained), done
         )
-    return Diagnosis([DiagnosedMethod(measured)], [], None)
+        try:
+            return Diagnosis([DiagnosedMethod(asyncio.run(work))], [], None)
+        except ApiRefusedError as error:
+            raise StartError(f"the server at {options.url} refuses a prompt: {error}") from error
+        except httpx.HTTPError as error:
+            raise StartError(
+                f"no server answers at {options.url} ({error}): start one with `paceline serve`"
+            ) from error
 
 
 def show(console: Console, diagnosis: Diagnosis) -> None:

@@ -85,15 +85,6 @@ class HttpClient:
             _read(completion, line)
         return completion
 
-    async def complete(self, body: Mapping[str, Any]) -> HttpCompletion:
-        """A completion without streaming: reading many streams takes as much of this machine as serving them."""
-        response = await self.http.post("/v1/completions", json={**RESPONSE_OPTIONS, **body})
-        if not response.is_success:
-            raise ApiRefusedError(_refusal(response.content))
-        completion = HttpCompletion()
-        completion.take(response.json())
-        return completion
-
     async def _lines(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[str]:
         async with self.http.stream("POST", path, json={"stream": True, **RESPONSE_OPTIONS, **body}) as response:
             if not response.is_success:

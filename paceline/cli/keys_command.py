@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
-from paceline.launcher import COULD_NOT_START
-from paceline.target_labels import parse_labels
+from paceline.api_keys import ApiKey, KeyFile, digest, new_key, read, write
+from paceline.cli.options import start_errors
+from paceline.launcher import StartError
+from paceline.target_features import parse_labels
 
 keys = typer.Typer(help="Add and remove API keys; gateways see the change at once.", no_args_is_help=True)
 
@@ -18,6 +19,7 @@ Limit = Annotated[int | None, typer.Option(min=1)]
 
 
 @keys.command()
+@start_errors()
 def add(
     name: Annotated[str, typer.Argument(help="Its owner: letters, digits, dots, dashes.")],
     file: File = Path("keys.json"),
@@ -29,12 +31,12 @@ def add(
     ] = "",
 ) -> None:
     """Make a key and print it once: the file holds only its hash."""
-    known = _read(file).keys if file.exists() else ()
+    known = read(file).keys if file.exists() else ()
     key = new_key()
     try:
         parse_labels(target_labels)
     except ValueError as error:
-        _refuse(f"--target-labels: {error}")
+        raise StartError(f"--target-labels: {error}") from error
     try:
         entry = ApiKey(
             name=name,
@@ -46,29 +48,18 @@ def add(
         )
         write(file, KeyFile(keys=(*known, entry)))
     except ValueError:
-        _refuse(f"{name!r} is taken, or is no name: choose up to 64 letters, digits, dots and dashes")
+        why = "is taken, or is no name: choose up to 64 letters, digits, dots and dashes"
+        raise StartError(f"{name!r} {why}") from None
     typer.echo(f"{file.absolute()} has its hash; the key, which is not shown again:", err=True)
     typer.echo(key)
 
 
 @keys.command()
+@start_errors()
 def remove(name: str, file: File = Path("keys.json")) -> None:
     """Remove a key."""
-    known = _read(file).keys
+    known = read(file).keys
     left = tuple(key for key in known if key.name != name)
     if left == known:
-        _refuse(f"{file} has no key {name!r}; it has {', '.join(key.name for key in known) or 'none'}")
+        raise StartError(f"{file} has no key {name!r}; it has {', '.join(key.name for key in known) or 'none'}")
     write(file, KeyFile(keys=left))
-
-
-def _read(file: Path) -> KeyFile:
-    try:
-        return read(file)
-    except KeyFileError as error:
-        _refuse(str(error))
-        raise
-
-
-def _refuse(why: str) -> None:
-    typer.secho(why, fg="red", err=True)
-    raise typer.Exit(COULD_NOT_START)

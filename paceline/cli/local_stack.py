@@ -83,11 +83,10 @@ async def running_stack(
     thread: the kernel ends the services with the thread that started them. Raises `StateError`.
     """
     async with _redis(redis_url) as url, AsyncExitStack() as demo:
-        killer = await demo.enter_async_context(open_draft_killer()) if deployment.demo_page else None
-        programs = deployment.programs(url, None if killer is None else killer.socket)
-        async with Supervisor(programs, log_line) as supervisor, open_store(url) as store:
-            if killer is not None:
-                killer.workers = [supervisor.children[name] for name in deployment.drafts]
+        drafts: list[SupervisedProcess] = []
+        socket = await demo.enter_async_context(open_draft_killer(drafts)) if deployment.demo_page else None
+        async with Supervisor(deployment.programs(url, socket), log_line) as supervisor, open_store(url) as store:
+            drafts += [supervisor.children[name] for name in deployment.drafts]
             with affinity_restored():  # for what this process starts next
                 yield LocalStack(deployment, supervisor, url, store)
 
@@ -137,35 +136,26 @@ async def _healthy(url: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-@dataclass(slots=True)
-class DraftKiller:
-    """Made by `open_draft_killer`. It kills none until it is given `workers`."""
+@asynccontextmanager
+async def open_draft_killer(workers: Sequence[SupervisedProcess]) -> AsyncIterator[Path]:
+    """Listen while the context lasts at a socket to which only this user can connect; yields its path.
 
-    socket: Path
-    """Only this user can connect to it."""
-    workers: Sequence[SupervisedProcess] = ()
+    For a line `KILL_DRAFT`, kill the first of `workers` that runs, and reply with its name; "" if none runs.
+    """
 
-    def kill(self) -> str:
-        """Kill the first draft worker that runs, and return its name; "" if none runs."""
-        return next((worker.program.name for worker in self.workers if worker.crash()), "")
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection."""
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if await reader.readline() == KILL_DRAFT:
-                writer.write(f"{self.kill()}\n".encode())
+                killed = next((worker.program.name for worker in workers if worker.crash()), "")
+                writer.write(f"{killed}\n".encode())
                 await writer.drain()
         finally:
             writer.close()
 
-
-@asynccontextmanager
-async def open_draft_killer() -> AsyncIterator[DraftKiller]:
-    """Listens at a socket in a folder of its own while the context lasts."""
     with TemporaryDirectory(prefix="paceline-page-") as folder:  # readable by this user alone
-        killer = DraftKiller(Path(folder, "launcher"))
-        server = await asyncio.start_unix_server(killer.serve, killer.socket)
+        path = Path(folder, "launcher")
+        server = await asyncio.start_unix_server(serve, path)
         try:
-            yield killer
+            yield path
         finally:
             server.close()

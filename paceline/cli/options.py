@@ -6,9 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -86,13 +85,8 @@ Engine = Annotated[
 ]
 
 
-class EngineName(StrEnum):
-    """What computes for a target."""
-
-    PACELINE = "paceline"
-    VLLM = "vllm"
-
-
+EngineName = Literal["paceline", "vllm"]
+"""What computes for a target."""
 VllmSettings = Annotated[
     VllmOptions | None,
     typer.Option("--vllm-options", parser=parsed_json(VllmOptions), metavar="JSON", help="For --engine vllm."),

@@ -7,38 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import httpx
-
-from paceline.cli.http_client import ApiRefusedError, HttpClient, HttpCompletion, open_client
+from paceline.cli.http_client import HttpClient, HttpCompletion, open_client
 from paceline.config import SpeculativeConfig
 from paceline.doctor.measurement import CONCURRENCIES, SEED, groups
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import Prompt
-from paceline.launcher import StartError
 from paceline.messages import SpeculationStats
 
 USAGE = {"stream_options": {"include_usage": True}}
 COUNTS = ("drafted_by_depth", "accepted_by_depth", "drafted_tokens", "verifications", "steps")
-
-
-def measure(
-    url: str,
-    prompts: Sequence[Prompt],
-    max_tokens: int,
-    temperatures: Sequence[float],
-    facts: MethodFacts,
-    done: Callable[[], None] = lambda: None,
-) -> MethodMeasurement:
-    """`done` is called `prompt_count` times. Ctrl-C ends it with the results so far; without any it is raised.
-
-    Raises `StartError` if no server answers at `url`, or it refuses a prompt.
-    """
-    try:
-        return asyncio.run(_measure(url, prompts, max_tokens, temperatures, facts, done))
-    except ApiRefusedError as error:
-        raise StartError(f"the server at {url} refuses a prompt: {error}") from error
-    except httpx.HTTPError as error:
-        raise StartError(f"no server answers at {url} ({error}): start one with `paceline serve`") from error
 
 
 def prompt_count(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> int:
@@ -51,7 +28,7 @@ def passes(temperatures: Sequence[float]) -> list[tuple[float, int]]:
     return [(each, n) for each in temperatures for n in (1, *CONCURRENCIES) if n == 1 or each == temperatures[0]]
 
 
-async def _measure(
+async def measure(
     url: str,
     prompts: Sequence[Prompt],
     max_tokens: int,
@@ -59,6 +36,10 @@ async def _measure(
     facts: MethodFacts,
     done: Callable[[], None],
 ) -> MethodMeasurement:
+    """`done` is called `prompt_count` times. Ctrl-C ends it with the results so far; without any it is raised.
+
+    Raises `ApiRefusedError` if the server at `url` refuses a prompt, httpx's errors if none answers there.
+    """
     speeds: list[Speed] = []
     acceptances: list[MeasuredAcceptance] = []
     same = promised = True

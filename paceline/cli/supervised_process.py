@@ -75,8 +75,7 @@ class SupervisedProcess:
     def kill(self) -> None:
         """Kill it now, with every process it started."""
         self._stopping.set()
-        if (pid := self.pid) is not None:
-            _send(os.killpg, pid, signal.SIGKILL)
+        self.crash()
 
     def crash(self) -> bool:
         """Kill it now, with every process it started, and start it again. Return whether it was running."""

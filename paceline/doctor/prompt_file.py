@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.launcher import StartError
 from paceline.text import Tokenizer
 from paceline.text.chat_template import ChatTemplateError
 
@@ -20,7 +21,7 @@ Conversation = Sequence[Mapping[str, Any]]
 Prompt = str | Conversation
 
 
-class PromptsError(ValueError):
+class PromptsError(StartError):
     """Prompts that cannot be read or encoded; the message says which and why."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.model_length import with_yarn
+from paceline.model_defaults import with_yarn
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds whose frequencies transformers chooses in every pass by the longest sequence: LongRoPE (Ding et al. 2024) and

@@ -1,11 +1,20 @@
-"""Options of every gRPC channel and server: message sizes, keepalive, backoff."""
+"""Options of every gRPC channel and server: message sizes, keepalive, backoff, mutual TLS.
+
+Services reach each other by addresses that change. So a certificate names the kind of service that holds it:
+`gateway.paceline`, `target.paceline` or `draft.paceline`, as a DNS name among its subject alternative names. A client
+checks that the server is of the kind it wants, and a server checks the kind of its client. A compromised draft worker
+cannot pass for a gateway. Certificate files may be replaced while a service runs.
+"""
 
 from __future__ import annotations
 
 import grpc
 
 from paceline.tls import Certificates
-from paceline.wire.credentials import channel_credentials
+
+GATEWAY = "gateway.paceline"
+TARGET = "target.paceline"
+DRAFT = "draft.paceline"
 
 ChannelOptions = list[tuple[str, int | str]]
 
@@ -75,4 +84,30 @@ def open_channel(
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     options.append(("grpc.ssl_target_name_override", peer))
-    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
+    pem = tls.pem  # as the files are now; a channel keeps them for its life
+    credentials = grpc.ssl_channel_credentials(pem.authority, pem.key, pem.certificate)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Return credentials that read the files again at each new connection.
+
+    Clients need a certificate if there is an authority to verify it with.
+    """
+    served = certificates.pem
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(served.key, served.certificate)], served.authority)
+
+    def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal served
+        if certificates.pem is served:
+            return None
+        served = certificates.pem
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        changed_configuration,  # type: ignore[arg-type]  # None: unchanged
+        require_client_authentication=served.authority is not None,
+    )

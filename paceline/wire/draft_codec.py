@@ -80,12 +80,7 @@ def encode_commit(commit: Commit, wire_id: int) -> pb.DraftFrame.Commit:
 
 
 def encode_limit(limit: Limit, wire_id: int) -> pb.DraftFrame.Limit:
-    return pb.DraftFrame.Limit(
-        request_id=wire_id,
-        max_depth=limit.max_depth,
-        max_nodes=limit.max_nodes,
-        least_path_probability=limit.least_path_probability,
-    )
+    return encode_fields(pb.DraftFrame.Limit, limit, request_id=wire_id)
 
 
 def decode_draft_frame(frame: pb.DraftFrame) -> list[RequestEvent]:
@@ -236,7 +231,7 @@ def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
 
 def _decode_limit(message: pb.DraftFrame.Limit) -> Limit:
     _check_limits("limits", message)
-    return Limit(message.request_id, message.max_depth, message.max_nodes, message.least_path_probability)
+    return decode_fields(Limit, message)
 
 
 def _check_limits(field: str, message: pb.DraftFrame.Open | pb.DraftFrame.Limit) -> None:

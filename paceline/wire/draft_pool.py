@@ -17,12 +17,12 @@ import grpc
 
 from paceline.config import MAPPING_HINT
 from paceline.drafting.speculator import DraftDescription
+from paceline.launcher import Backoff
 from paceline.state import RegisteredWorker, StateStore, WorkerWatcher
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
-from paceline.wire.channels import GROWTH_FRAME_BYTES, open_channel
-from paceline.wire.credentials import DRAFT
+from paceline.wire.channels import DRAFT, GROWTH_FRAME_BYTES, open_channel
 from paceline.wire.draft_codec import decode_draft_description
 from paceline.wire.draft_stream import DraftLinkConfig, DraftStream
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamDown, StreamEventHandler, StreamUp
@@ -85,19 +85,18 @@ class DraftPool:
         """Connect again and again, with exponential backoff. Returns after `forget_after_s` without a stream."""
         config = self._config
         clock = asyncio.get_running_loop().time
-        last_up_at, last_error, backoff_s = clock(), "", config.min_backoff_s
+        last_up_at, last_error = clock(), ""
+        backoff = Backoff(config.min_backoff_s, config.max_backoff_s, healthy_s=config.progress_timeout_s)
         while clock() - last_up_at < config.forget_after_s:
             started_at = clock()
             was_up, error = await self._run_link(address)
             if was_up:
                 last_up_at, last_error = clock(), ""
-                if last_up_at - started_at > config.progress_timeout_s:
-                    backoff_s = config.min_backoff_s
             if error != last_error:  # once, not after every attempt
                 log.warning("draft %s: %s", address, error)
                 last_error = error
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, config.max_backoff_s)
+            lived_s = clock() - started_at if was_up else 0.0
+            await asyncio.sleep(backoff.after(lived_s) * random.uniform(0.5, 1.0))
         log.info("draft %s: given up after %g s", address, config.forget_after_s)
 
     async def _run_link(self, address: str) -> tuple[bool, str]:

@@ -12,8 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.launcher import StartError
 from paceline.tls import Certificates
-from paceline.wire.channels import FRAME_BYTES, server_options
-from paceline.wire.credentials import server_credentials
+from paceline.wire.channels import FRAME_BYTES, server_credentials, server_options
 from paceline.wire.interceptors import CallAdmission, Statuses, StatusInterceptor
 from paceline.wire.link_errors import LinkError
 

@@ -125,18 +125,24 @@ def unpack_nodes(data: bytes, max_nodes: int) -> PackedNodes:
             if distance < 1:
                 raise WireError(f"nodes: number {len(values)} steps to a parent that is no earlier node")
         distances.append(distance)
-    if end - offset >= 8:
-        raise WireError(f"nodes: more than {max_nodes}")
-    if offset > end:
-        raise WireError(f"nodes: {offset - end} bits of the last one are missing")
-    if "1" in digits[offset:]:
-        raise WireError(f"nodes: {end - offset} bits after the last one are not all 0")
+    _check_end(digits, offset, max_nodes)
     code_mask = (1 << CODE_BITS) - 1
     return PackedNodes(
         tokens=[value >> CODE_BITS for value in values],
         distances=distances,
         log_probs=[_LOG_PROBS[value & code_mask] for value in values],
     )
+
+
+def _check_end(digits: str, offset: int, max_nodes: int) -> None:
+    """Check what follows the last node, which ends at `offset`."""
+    end = len(digits)
+    if end - offset >= 8:
+        raise WireError(f"nodes: more than {max_nodes}")
+    if offset > end:
+        raise WireError(f"nodes: {offset - end} bits of the last one are missing")
+    if "1" in digits[offset:]:
+        raise WireError(f"nodes: {end - offset} bits after the last one are not all 0")
 
 
 def _widths(data: bytes) -> tuple[int, int]:

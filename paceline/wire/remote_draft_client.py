@@ -26,21 +26,8 @@ class _ConnectedWorker:
     up: StreamUp
     requests: dict[int, int] = field(default_factory=dict)
     """The engine's request ids by those on the link."""
-    frame: pb.DraftFrame | None = None
+    frame: pb.DraftFrame = field(default_factory=pb.DraftFrame)
     """What this step sends, so far."""
-
-    def next_frame(self) -> pb.DraftFrame:
-        if self.frame is None:
-            self.frame = pb.DraftFrame()
-        return self.frame
-
-
-@dataclass(frozen=True, slots=True)
-class _DraftAssignment:
-    """The worker that drafts for a request, and the request's id on that link."""
-
-    worker: _ConnectedWorker
-    wire_id: int
 
 
 class RemoteDraftClient(DraftClient):
@@ -55,7 +42,8 @@ class RemoteDraftClient(DraftClient):
         self._clock = clock
         self._workers: dict[int, _ConnectedWorker] = {}
         self._next_id = 1
-        self._assignments: dict[int, _DraftAssignment] = {}
+        self._assignments: dict[int, tuple[_ConnectedWorker, int]] = {}
+        """By request: the worker that drafts for it, and its id on that link."""
         self._dropped_by: defaultdict[int, set[str]] = defaultdict(set)
         """Addresses of the workers that dropped a request, by request."""
         self._updates = PollResult()
@@ -75,25 +63,27 @@ class RemoteDraftClient(DraftClient):
             return None
         wire_id = self._next_id
         self._next_id += 1
-        self._assignments[opening.request_id] = _DraftAssignment(worker, wire_id)
+        self._assignments[opening.request_id] = worker, wire_id
         worker.requests[wire_id] = opening.request_id
-        worker.next_frame().opens.append(encode_opening(opening, wire_id))
+        worker.frame.opens.append(encode_opening(opening, wire_id))
         return worker.up.worker_id
 
     def context(self, context: Context) -> None:
-        draft = self._assignments.get(context.request_id)
-        if draft and draft.worker.up.hidden_state_layers:
-            draft.worker.next_frame().contexts.append(encode_context(context, draft.wire_id))
+        worker, wire_id = self._assignments.get(context.request_id, (None, 0))
+        if worker and worker.up.hidden_state_layers:
+            worker.frame.contexts.append(encode_context(context, wire_id))
 
     def commit(self, commit: Commit) -> None:
-        if draft := self._assignments.get(commit.request_id):
-            if commit.hidden_states is not None and not draft.worker.up.hidden_state_layers:
+        worker, wire_id = self._assignments.get(commit.request_id, (None, 0))
+        if worker:
+            if commit.hidden_states is not None and not worker.up.hidden_state_layers:
                 commit = replace(commit, hidden_states=None)
-            draft.worker.next_frame().commits.append(encode_commit(commit, draft.wire_id))
+            worker.frame.commits.append(encode_commit(commit, wire_id))
 
     def limit(self, limit: Limit) -> None:
-        if draft := self._assignments.get(limit.request_id):
-            draft.worker.next_frame().limits.append(encode_limit(limit, draft.wire_id))
+        worker, wire_id = self._assignments.get(limit.request_id, (None, 0))
+        if worker:
+            worker.frame.limits.append(encode_limit(limit, wire_id))
 
     def close(self, request_id: int) -> None:
         self._close_draft(request_id, pb.DraftFrame.CLOSE_REASON_FINISHED)
@@ -101,9 +91,9 @@ class RemoteDraftClient(DraftClient):
 
     def flush(self) -> None:
         for stream_id, worker in self._workers.items():
-            if worker.frame is not None:
+            if worker.frame.ListFields():
                 self._pipe.send(SendDraftFrame(stream_id, worker.frame.SerializeToString()))
-                worker.frame = None
+                worker.frame.Clear()
 
     def poll(self, timeout_s: float) -> PollResult:
         """Raises `PipeClosedError`."""
@@ -147,7 +137,7 @@ class RemoteDraftClient(DraftClient):
         return next((up[address] for address in drafts if address in up and address not in excluded), None)
 
     def _close_draft(self, request_id: int, reason: pb.DraftFrame.CloseReason) -> None:
-        if draft := self._assignments.pop(request_id, None):
-            del draft.worker.requests[draft.wire_id]
-            close = pb.DraftFrame.Close(request_id=draft.wire_id, reason=reason)
-            draft.worker.next_frame().closes.append(close)
+        worker, wire_id = self._assignments.pop(request_id, (None, 0))
+        if worker:
+            del worker.requests[wire_id]
+            worker.frame.closes.append(pb.DraftFrame.Close(request_id=wire_id, reason=reason))

@@ -23,8 +23,7 @@ from paceline.messages import Delta, EngineLoad, GenerationRequest, TargetDescri
 from paceline.tls import Certificates
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
-from paceline.wire.channels import SUBMIT_FRAME_BYTES, open_channel
-from paceline.wire.credentials import TARGET
+from paceline.wire.channels import SUBMIT_FRAME_BYTES, TARGET, open_channel
 from paceline.wire.link_errors import (
     Congested,
     HandedOver,

@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.deployment import LOOPBACK, DeploymentOptions, plan_deployment
-from paceline.cli.http_client import HttpClient, HttpCompletion, open_client
+from paceline.cli.http_client import RESPONSE_OPTIONS, HttpClient, HttpCompletion, open_client
 from paceline.cli.local_stack import LocalStack
 from paceline.cli.progress import progress
 from paceline.config import EngineConfig, SpeculativeConfig
@@ -158,6 +158,13 @@ class OverlapBench:
     tokens: dict[str, list[int]]
     """Output tokens by prompt, the same for every way: shared by all stacks."""
 
+    async def _completion(self, body: Mapping[str, Any]) -> HttpCompletion:
+        """Without streaming: reading many streams takes as much of this machine as serving them."""
+        response = await self.client.http.post("/v1/completions", json={**RESPONSE_OPTIONS, **body})
+        completion = HttpCompletion()
+        completion.take(response.raise_for_status().json())
+        return completion
+
     async def rate(self, prompts: Sequence[str], at_once: int = 1, count: int = TOKENS, **options: Any) -> float:
         """Tokens per second over all these prompts. `options` are the requests' `speculative`."""
         body = {"max_tokens": count, "temperature": 0, "speculative": options or True}
@@ -167,7 +174,7 @@ class OverlapBench:
         async def client() -> None:
             while waiting:
                 prompt = waiting.pop()
-                completions.append((prompt, await self.client.complete(body | {"prompt": prompt})))
+                completions.append((prompt, await self._completion(body | {"prompt": prompt})))
 
         began = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(at_once)))

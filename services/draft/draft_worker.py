@@ -20,8 +20,7 @@ from paceline.telemetry.tracing import Tracing
 from paceline.tls import Certificates
 from paceline.v1 import draft_pb2
 from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
-from paceline.wire.channels import draft_frame_bytes
-from paceline.wire.credentials import TARGET
+from paceline.wire.channels import TARGET, draft_frame_bytes
 from paceline_services.draft.draft_servicer import DraftServicer
 from paceline_services.worker import Worker
 

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from paceline.api_keys import ApiKey, KeyFileError, digest, read
-from paceline.target_labels import parse_labels
+from paceline.target_features import parse_labels
 from paceline.telemetry.gateway_metrics import KeyMetrics
 from paceline_services.gateway.api_errors import AuthenticationError, RateLimitError
 

@@ -21,10 +21,9 @@ from starlette.types import ASGIApp
 from paceline.api_keys import KeyFileError
 from paceline.config.sampling_params import GenerationConfig
 from paceline.launcher import StartError
-from paceline.model_length import model_length
+from paceline.model_defaults import model_length, sampling_defaults
 from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS, OutputFormat, choose_format
 from paceline.parsing.reasoning import REASONING_FORMATS, REASONING_WORDS
-from paceline.sampling_defaults import sampling_defaults
 from paceline.state.record_store import RecordLimits
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord

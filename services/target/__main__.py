@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from paceline import __version__
 from paceline.config.vllm_options import VllmOptions
 from paceline.launcher import StartError
-from paceline.target_labels import parse_labels
+from paceline.target_features import parse_labels
 from paceline.telemetry import logs
 from paceline_services.service_entrypoint import (
     json_option,

@@ -22,8 +22,7 @@ from paceline.telemetry.tracing import Tracing
 from paceline.tls import Certificates
 from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
-from paceline.wire.channels import SUBMIT_FRAME_BYTES
-from paceline.wire.credentials import GATEWAY
+from paceline.wire.channels import GATEWAY, SUBMIT_FRAME_BYTES
 from paceline.wire.draft_pool import DraftPool, draft_discovery
 from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest_asyncio
 
 from paceline import __version__
 from paceline.api_keys import ApiKey, KeyFile, digest, new_key, write
-from paceline.cli.local_stack import DraftKiller, open_draft_killer
+from paceline.cli.local_stack import open_draft_killer
 from paceline.cli.supervised_process import Program
 from paceline.cli.supervisor import Supervisor
 from paceline.state import AcceptanceCounts, WorkerRecord
@@ -176,13 +175,12 @@ async def test_a_page_kills_no_draft_unless_the_gateway_is_a_demo(stack: Stack) 
 async def test_a_demo_kills_a_draft_worker_which_is_started_again() -> None:
     log: list[str] = []
     async with (
-        open_draft_killer() as killer,
         Supervisor([[Program("draft-1", SLEEP)]], log.append) as supervisor,
-        open_stack(counts, demo_socket=killer.socket) as stack,
+        open_draft_killer(list(supervisor.children.values())) as socket,
+        open_stack(counts, demo_socket=socket) as stack,
     ):
         await supervisor.until(until(lambda: log))
         worker = supervisor.children["draft-1"]
-        killer.workers = [worker]
         before = worker.pid
         assert (await stack.http.get("/pages/settings.json")).json()["demo"] is True
         assert (await stack.http.get("/demo/kill-draft")).status_code == 405
@@ -194,21 +192,15 @@ async def test_a_demo_kills_a_draft_worker_which_is_started_again() -> None:
 
 
 async def test_a_demo_without_a_draft_worker_and_without_a_launcher(tmp_path: Path) -> None:
-    async with launcher() as killer, open_stack(counts, demo_socket=killer.socket) as stack:
+    async with open_draft_killer(()) as socket, open_stack(counts, demo_socket=socket) as stack:
+        assert socket.parent.stat().st_mode & 0o077 == 0, "for this user alone"
         assert (await stack.http.post("/demo/kill-draft")).json() == {"killed": None}
-        reader, writer = await asyncio.open_unix_connection(killer.socket)
+        reader, writer = await asyncio.open_unix_connection(socket)
         writer.write(b"kill target\n")
         assert await reader.read() == b"", "it does that one thing"
         writer.close()
     async with open_stack(counts, demo_socket=tmp_path / "none") as stack:
         assert (await stack.http.post("/demo/kill-draft")).status_code == 503
-
-
-@asynccontextmanager
-async def launcher() -> AsyncIterator[DraftKiller]:
-    async with open_draft_killer() as killer:
-        assert killer.socket.parent.stat().st_mode & 0o077 == 0, "for this user alone"
-        yield killer
 
 
 async def report(stack: Stack) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from paceline.v1.target_pb2_grpc import TargetServiceStub
-from paceline.wire.channels import open_channel
-from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
+from paceline.wire.channels import DRAFT, GATEWAY, TARGET, open_channel
 from paceline.wire.link_errors import TargetLost
 from paceline_services.service_entrypoint import load_certificates
 from tests.contract.proxies import Streams, proxy

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.tls import Certificates
-from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
+from paceline.wire.channels import DRAFT, GATEWAY, TARGET
 from paceline.wire.link_errors import TargetLost
 from paceline.wire.target_link import TargetLink
 from tests.helpers.certificates import Authority

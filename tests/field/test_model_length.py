@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from paceline.model.rope import positions_in
-from paceline.model_length import model_length
+from paceline.model_defaults import model_length
 from tests.helpers.openai_stack import counts, open_stack
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -15,8 +15,8 @@ from paceline import family
 from paceline.config import SamplingParams
 from paceline.llm import LLM
 from paceline.messages import GenerationRequest
+from paceline.model_defaults import sampling_defaults
 from paceline.model_names import BrokenFileError
-from paceline.sampling_defaults import sampling_defaults
 from paceline.v1 import inference_pb2 as pb
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.gguf_files import tiny_config, write_gguf

@@ -40,7 +40,7 @@ from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import Tokenizer
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2_grpc, target_pb2, target_pb2_grpc
-from paceline.wire.credentials import GATEWAY
+from paceline.wire.channels import GATEWAY
 from paceline.wire.grpc_server import GrpcServer
 from paceline_services.gateway.generation.admission import AdmissionLimits
 from paceline_services.gateway.generation.model_directory import ModelDirectory

@@ -24,7 +24,7 @@ from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.tls import Certificates
 from paceline.v1 import draft_pb2, draft_pb2_grpc
-from paceline.wire.credentials import TARGET
+from paceline.wire.channels import TARGET
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame

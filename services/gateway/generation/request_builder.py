@@ -16,8 +16,7 @@ from paceline.config.sampling_params import TOKEN_ID_FIELDS
 from paceline.grammar.reasoning_matcher import ALWAYS, ReasoningGate
 from paceline.messages import TargetDescription
 from paceline.output_processor import OutputOptions
-from paceline.target_features import FULL_PROMPT, NO_OUTPUT, needed_features
-from paceline.target_labels import parse_labels
+from paceline.target_features import FULL_PROMPT, NO_OUTPUT, needed_features, parse_labels
 from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
