@@ -34,9 +34,6 @@ class CompletionRequest(GenerationRequest):
     """The id that the client chose for the API request; "": none."""
     left_out_keywords: Sequence[str] = ()
     """Of its schemas with `strict: false`: the output is not kept to them."""
-    attempt: str = ""
-    """Distinguishes, at targets, a request that is taken over from what its earlier gateway still runs; "": the first
-    attempt."""
 
     @property
     def left_out_json(self) -> Json:

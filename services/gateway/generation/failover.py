@@ -89,8 +89,6 @@ class FailoverRequest:
         self._engine_deaths = 0  # those of them that are the engine's
         self._replays = False  # the next target goes on where another one was lost or drained
         self._cancelled = False
-        self._submitted_id = f"{request.request_id}.{request.attempt}" if request.attempt else request.request_id
-        """The request's id at targets: another gateway's attempt may not have ended there."""
         for delta in before:
             self._scored_prompt.take(delta)
             self._committed += delta.tokens
@@ -129,7 +127,7 @@ class FailoverRequest:
         if self._in_flight is not None:
             self._in_flight.succeed()
         if self._target is not None:
-            self._target.link.cancel(self._submitted_id)
+            self._target.link.cancel(self._request.request_id)
 
     async def _next_attempt(self) -> tuple[TargetConnection, CompletionRequest, Sequence[int]]:
         """The next target, the request from the committed tokens on, and the hashes of its blocks."""
@@ -218,9 +216,7 @@ class FailoverRequest:
                 self._attempt(target, request) as span,
                 InFlightRequest(target, request, blocks, self._fleet.request_cost) as self._in_flight,
             ):
-                submitted = replace(
-                    request, request_id=self._submitted_id, draft_addresses=drafts, trace_parent=span.trace_parent
-                )
+                submitted = replace(request, draft_addresses=drafts, trace_parent=span.trace_parent)
                 async with (
                     AsyncExitStack() as quarantine,
                     # Submits at the first iteration, so after the quarantine was entered.

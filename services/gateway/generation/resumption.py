@@ -54,8 +54,8 @@ async def resumable(
     kept, before = JournalDeltas(journal), None
     if journal.state is JournalState.REPLAYING:
         before = kept.claimed(len(requests))
-        attempt = secrets.token_hex(4)
-        requests = [replace(each, attempt=attempt) for each in requests]
+        attempt = secrets.token_hex(4)  # at a target, the earlier gateway's attempt may not have ended
+        requests = [replace(each, request_id=f"{each.request_id}.{attempt}") for each in requests]
     try:
         deltas = model.generate_all(requests, client, before, kept.numerics)
         async with aclosing(gathered(kept.entered(deltas))) as batches:
