@@ -506,9 +506,9 @@ def test_settings(
     assert RemoteDraftsSettings.read(given).drafts == drafts
 
 
-def test_the_readme_names_every_setting() -> None:
-    readme = (Path(remote_drafts.__file__).parent / "README.md").read_text()
-    assert [name for name in RemoteDraftsSettings.model_fields if f"`{name}`" not in readme] == []
+def test_the_manual_names_every_setting() -> None:
+    manual = (Path(remote_drafts.__file__).parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
+    assert [name for name in RemoteDraftsSettings.model_fields if f"`{name}`" not in manual] == []
 
 
 @pytest.mark.parametrize(
