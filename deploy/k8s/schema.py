@@ -22,7 +22,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.key_aliases import ALGORITHMS, METHOD_ALIASES, SWITCHES
 from paceline.telemetry.logs import LEVELS
 from paceline.vllm.engine_arguments import OURS
-from paceline_services.gateway.server import GatewaySettings
+from paceline_services.gateway.settings import GatewaySettings
 
 CHART = Path(__file__).parent / "paceline"
 SCHEMA = CHART / "values.schema.json"

@@ -13,7 +13,8 @@ from paceline.model_names import served_name
 from paceline.state.record_store import RecordLimits
 from paceline.telemetry import logs
 from paceline_services.gateway.generation.admission import AdmissionLimits
-from paceline_services.gateway.server import GatewaySettings, serve
+from paceline_services.gateway.server import serve
+from paceline_services.gateway.settings import GatewaySettings
 from paceline_services.service_entrypoint import (
     REDIS_URL_VARIABLE,
     add_options,

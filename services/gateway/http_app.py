@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
-
 from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
@@ -20,7 +15,7 @@ from paceline_services.gateway.api_docs import add_api_docs
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.http.auth_middleware import AuthMiddleware, error_response
-from paceline_services.gateway.http.event_stream import PING_S, ClientGoneError
+from paceline_services.gateway.http.event_stream import ClientGoneError
 from paceline_services.gateway.http.http_metrics import (
     CLIENT_CLOSED_REQUEST,
     REQUEST_ID_HEADER,
@@ -33,6 +28,7 @@ from paceline_services.gateway.pages.static_files import add_pages, page_paths
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.generation import ResponseRequests
 from paceline_services.gateway.responses.routes import add_responses
+from paceline_services.gateway.settings import GatewaySettings
 
 
 def create_app(
@@ -41,19 +37,12 @@ def create_app(
     report: FleetReport,
     responses: ResponseRequests,
     background: BackgroundResponses,
-    origins: Sequence[str] = (),
-    options: Mapping[str, Any] = MappingProxyType({}),
-    demo_socket: Path | None = None,
-    ping_s: float = PING_S,
+    settings: GatewaySettings,
 ) -> FastAPI:
-    """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says.
-
-    `origins`: sites whose pages may use it. `options`: what `/server_info` shows. `demo_socket`: the launcher's, in
-    demo mode. `ping_s`: see `EventStream`.
-    """
-    models, journals = responses.models, responses.journals
+    """The application. `/metrics` shows what `registry` holds, `/operator` what `report` says."""
+    models, journals, origins = responses.models, responses.journals, settings.allow_origin
     app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
-    app.state.ping_s = ping_s
+    app.state.ping_s = settings.ping_s
     app.add_middleware(AuthMiddleware, authenticator, models.count_rejection, page_paths(), origins)
     if origins:
         app.add_middleware(
@@ -65,10 +54,10 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
     add_openai_routes(app, models, journals)
-    add_operations(app, models, registry, report, options)
-    if demo_socket is not None:
-        add_demo(app, demo_socket)
-    add_pages(app, {"requires_key": authenticator.requires_key, "demo": demo_socket is not None})
+    add_operations(app, models, registry, report, settings.public)
+    if settings.demo_socket is not None:
+        add_demo(app, settings.demo_socket)
+    add_pages(app, {"requires_key": authenticator.requires_key, "demo": settings.demo_socket is not None})
     add_api_docs(app)
     add_messages_api(app, models, journals)
     add_responses(app, responses, background)

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from paceline.api_keys import KeyFileError
-from paceline.config.sampling_params import GenerationConfig
 from paceline.launcher import StartError
 from paceline.model_defaults import model_length, sampling_defaults
-from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS, OutputFormat, choose_format
-from paceline.parsing.reasoning import REASONING_FORMATS, REASONING_WORDS
-from paceline.state.record_store import RecordLimits
+from paceline.parsing.output_format import AUTO, OutputFormat, choose_format
+from paceline.parsing.reasoning import REASONING_WORDS
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
 from paceline.telemetry.gateway_metrics import GatewayMetrics
@@ -33,22 +29,22 @@ from paceline.text import ChatTemplateError, Tokenizer
 from paceline.tls import Certificates, ServerContext
 from paceline.wire.grpc_server import GrpcServer, PortInUseError
 from paceline_services.gateway.auth import Authenticator
-from paceline_services.gateway.generation.admission import AdmissionLimits, Capacity
+from paceline_services.gateway.generation.admission import Capacity
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.running import RunningRequests
 from paceline_services.gateway.generation.served_model import ServedModel
 from paceline_services.gateway.grpc.servicer import create_server
 from paceline_services.gateway.http.connection_limits import LimitedHttpProtocol
-from paceline_services.gateway.http.event_stream import PING_S
 from paceline_services.gateway.http_app import create_app
 from paceline_services.gateway.pages.fleet_report import FleetReport
 from paceline_services.gateway.responses.background import BackgroundResponses
 from paceline_services.gateway.responses.generation import ResponseRequests
 from paceline_services.gateway.responses.history import ResponseHistory
 from paceline_services.gateway.routing.fleet import open_fleet
+from paceline_services.gateway.settings import GatewaySettings
 from paceline_services.gateway.structured.output import GrammarChecks
-from paceline_services.service_entrypoint import open_tracing, option
+from paceline_services.service_entrypoint import open_tracing
 
 log = logging.getLogger(__name__)
 
@@ -60,68 +56,6 @@ arrives on a connection as the gateway closes it is lost."""
 
 FLUSH_S = 1
 """For the last bytes of responses, when the gateway stops."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """One gateway. Each `option` is one of the command line, too."""
-
-    models: Mapping[str, str]
-    """Each served model: the name for clients and targets, and where its tokenizer is."""
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "HTTP; 0: the system chooses")
-    grpc_port: int = option(0, "0: the system chooses")
-    worker_id: str = option(lambda: f"gateway-{secrets.token_hex(3)}", "its name in logs and registry")
-    limits: AdmissionLimits = field(default_factory=AdmissionLimits)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of models."""
-    api_keys: Path | None = option(None, "ask clients for a key: see `paceline keys`", type=Path, metavar="FILE")
-    allow_origin: Sequence[str] = option(
-        list,
-        "pages of this site may use the API, such as https://chat.example; *: of any",
-        action="append",
-        metavar="ORIGIN",
-    )
-    chat_template: str | None = option(
-        None, "for all chats: a file with a template, or a name among the models' own, such as tool_use", metavar="FILE"
-    )
-    tool_call_parser: str = option(
-        AUTO, "how the models write tool calls; auto: as each chat template shows", choices=(AUTO, NONE, *TOOL_FORMATS)
-    )
-    reasoning_parser: str = option(
-        AUTO,
-        "how the models mark their reasoning; auto: as each chat template shows",
-        choices=(AUTO, NONE, *REASONING_FORMATS),
-    )
-    generation_config: GenerationConfig = option(
-        AUTO,
-        "auto: sampling defaults of each model's generation_config.json; none: those of the API",
-        choices=get_args(GenerationConfig),
-    )
-    records: RecordLimits = field(default_factory=RecordLimits)
-    """Of what is kept for clients: finished responses, and journals of streams."""
-    ping_s: float = option(PING_S, "a stream that is silent so long sends a ping; 0: never")
-    demo_socket: Path | None = option(None, "set by `paceline serve --demo-page`", type=Path, metavar="PATH")
-    drain_s: float = option(60.0, "requests may go on so long after SIGTERM")
-    edge_tls: Certificates | None = None
-    """For clients; None: HTTP and gRPC are in plain text."""
-    tls: Certificates | None = None
-    """For targets and Redis."""
-    otlp_traces_endpoint: str | None = None
-    """Where traces are sent; None: as `open_tracing` reads the environment."""
-
-    @property
-    def public(self) -> dict[str, Any]:
-        """The options as JSON, without files and paths: of these only whether they are given."""
-        addresses, times = ("host", "port", "grpc_port"), ("drain_s", "ping_s")
-        shown = (*addresses, *times, "worker_id", "tool_call_parser", "reasoning_parser", "generation_config")
-        given = {name: getattr(self, name) is not None for name in ("chat_template", "api_keys", "edge_tls", "tls")}
-        others = {
-            "aliases": dict(self.aliases),
-            "allow_origin": list(self.allow_origin),
-            "records": asdict(self.records),
-        }
-        return {name: getattr(self, name) for name in shown} | given | others | asdict(self.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +98,7 @@ async def running(
         history = ResponseHistory(store, enabled=settings.records.response_s > 0)
         responses = ResponseRequests(models, history, journals)
         background = BackgroundResponses(responses, authenticator.client_named)
-        app = create_app(
-            registry,
-            authenticator,
-            report,
-            responses,
-            background,
-            settings.allow_origin,
-            settings.public,
-            settings.demo_socket,
-            settings.ping_s,
-        )
+        app = create_app(registry, authenticator, report, responses, background, settings)
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)

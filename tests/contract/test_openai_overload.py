@@ -21,7 +21,8 @@ from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.generation.admission import AdmissionLimits
 from paceline_services.gateway.generation.deltas import interleaved
-from paceline_services.gateway.server import GatewaySettings, running
+from paceline_services.gateway.server import running
+from paceline_services.gateway.settings import GatewaySettings
 from tests.helpers.memory_state import open_state
 from tests.helpers.openai_stack import counts, open_stack
 from tests.helpers.targets import target_worker

@@ -17,7 +17,7 @@ import pytest
 from paceline.model_names import resolve_model
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline_services.gateway.__main__ import gateway_settings, parse
-from paceline_services.gateway.server import GatewaySettings
+from paceline_services.gateway.settings import GatewaySettings
 from tests.helpers.service_processes import service_process
 
 

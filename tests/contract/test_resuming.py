@@ -39,7 +39,8 @@ from paceline_services.gateway.generation.completion_request import CompletionRe
 from paceline_services.gateway.generation.journal import Journals
 from paceline_services.gateway.generation.resumption import check, resumable
 from paceline_services.gateway.http.event_stream import EventStream, ServerSentEvent
-from paceline_services.gateway.server import GatewaySettings, running
+from paceline_services.gateway.server import running
+from paceline_services.gateway.settings import GatewaySettings
 from tests.contract.anthropic_stack import MESSAGES, TEMPLATE, THINKING, USER, WEATHER
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, FailsAfter, Stack, another_gateway, counts, open_stack
 from tests.helpers.targets import target_worker

@@ -36,7 +36,8 @@ from paceline.wire.link_errors import WireError
 from paceline.wire.target_codec import decode_request, encode_request
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services import service_entrypoint
-from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from paceline_services.gateway.server import Addresses, running
+from paceline_services.gateway.settings import GatewaySettings
 from tests.helpers.drafts import model_draft
 from tests.helpers.memory_state import open_state
 from tests.helpers.openai_stack import counts, open_stack, refusal

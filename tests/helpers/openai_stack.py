@@ -45,7 +45,8 @@ from paceline.wire.grpc_server import GrpcServer
 from paceline_services.gateway.generation.admission import AdmissionLimits
 from paceline_services.gateway.generation.model_directory import ModelDirectory
 from paceline_services.gateway.generation.served_model import ServedModel
-from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from paceline_services.gateway.server import Addresses, running
+from paceline_services.gateway.settings import GatewaySettings
 from paceline_services.target.target_servicer import TargetServicer
 from tests.helpers.memory_state import open_state
 from tests.helpers.waiting import until

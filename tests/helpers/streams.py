@@ -15,7 +15,8 @@ from loadtests.received_stream import ReceivedStream, same_answer
 from paceline.state import WorkerRecord
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
-from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from paceline_services.gateway.server import Addresses, running
+from paceline_services.gateway.settings import GatewaySettings
 from tests.helpers.memory_state import open_state
 from tests.helpers.targets import TargetWorker, target_worker
 from tests.helpers.waiting import PATIENCE_S
