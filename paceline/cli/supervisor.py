@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Self, TypeVar
+from typing import Self
 
 from paceline.cli.supervised_process import Program, SupervisedProcess
 from paceline.launcher import Backoff, StartError
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 STARTING_STOP_S = 2.0
 """How long a program that was never ready may take to end: it has no requests to finish."""
@@ -40,7 +38,7 @@ class Supervisor:
         """By name."""
         return {child.program.name: child for group in self._groups for child in group}
 
-    async def until(self, condition: Awaitable[Result], spared: Collection[str] = ()) -> Result:
+    async def until(self, condition: Awaitable[object], spared: Collection[str] = ()) -> None:
         """Await `condition`: the programs are ready. From then on, every program that dies is restarted.
 
         Raises `StartError` if a program cannot start before that, unless the others are served without it: `spared`.
@@ -56,12 +54,11 @@ class Supervisor:
                         if child.program.name not in spared:
                             raise
                         log.error("%s: the others serve without it", error)
-            result = await ready
+            await ready
         finally:
             ready.cancel()
         for child in self._running:
             child.was_ready = True
-        return result
 
     def task(self, name: str) -> asyncio.Task[None]:
         """Done when a program has ended for good."""
