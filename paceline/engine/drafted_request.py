@@ -112,7 +112,7 @@ class DraftedRequest:
     def limit(self, config: SpeculativeConfig, depth_factor: int) -> Limit:
         """How far the draft may grow the tree now; see `opening`."""
         nodes = 0 if self.paused else self.max_tree_nodes
-        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, config.least_path_probability)
+        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, _least_path_probability(config))
 
     def opening(self, config: SpeculativeConfig, depth_factor: int) -> Opening:
         """The first message to a draft, which starts unpaused. It grows `depth_factor` times the depth of one step."""
@@ -124,7 +124,12 @@ class DraftedRequest:
             depth_factor * self.max_depth,
             self.max_tree_nodes,
             config.rejection_sampling_strategy,
-            config.least_path_probability,
+            _least_path_probability(config),
             cache_salt=self.generation_request.cache_salt,
             trace_parent=self.generation_request.trace_parent,
         )
+
+
+def _least_path_probability(config: SpeculativeConfig) -> float:
+    """The target's, if its user names one: a draft with another one of its own goes by the higher one."""
+    return config.least_path_probability if "least_path_probability" in config.model_fields_set else 0.0

@@ -1312,9 +1312,9 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed request has the id of its earlier attempt at the target",
-        "services/gateway/generation/failover.py",
-        'f"{request.request_id}.{request.attempt}" if request.attempt else request.request_id',
-        "request.request_id",
+        "services/gateway/generation/resumption.py",
+        'request_id=f"{each.request_id}.{attempt}"',
+        "request_id=each.request_id",
         RESUMING,
     ),
     Mutant(
