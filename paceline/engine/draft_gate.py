@@ -58,6 +58,8 @@ class DraftGate:
         before = request.generation_request.accepted_average if len(request.stats.drafts) <= 1 else None
         prior = self.PRIOR_ACCEPTED if self.pays or not self._judged else self._pause_below
         request.accepted_average = prior if before is None else before
+        if before is not None:
+            request.stats.accepted_average = before  # for the next target, if this one is lost before its draft sends
         if not self._judged:
             self._average = sum(each.accepted_average for each in self.requests.values()) / len(self.requests)
             self._paused, self._pause_left = self._average < self._pause_below, self._pause_steps

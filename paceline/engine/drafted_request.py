@@ -131,5 +131,6 @@ class DraftedRequest:
 
 
 def _least_path_probability(config: SpeculativeConfig) -> float:
-    """The target's, if its user names one: a draft with another one of its own goes by the higher one."""
-    return config.least_path_probability if "least_path_probability" in config.model_fields_set else 0.0
+    """The target's, if its user chose one: a draft with another one of its own goes by the higher one."""
+    chosen, default = config.least_path_probability, SpeculativeConfig.model_fields["least_path_probability"].default
+    return chosen if chosen != default else 0.0

@@ -20,6 +20,7 @@ from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.logits_rules import History, SamplingRow
 from paceline.core.sampling import draw
 from paceline.drafting.vocabulary.stable_tokens import common_prefix_length
+from paceline.model.native.native_library import draw_candidates
 from paceline.vllm.batch import RowDescription
 from paceline.vllm.extra_arguments import ExtraArguments
 
@@ -182,7 +183,7 @@ class CoupledDraws:
             forced.update(enumerate(state.extra.forced[output_tokens:][: len(draft) + 1], len(rows)))
             for depth in range(len(draft) + 1):
                 rows.append(SamplingRow(state.params, position + depth, state.history, draft[:depth]))
-        drawn = draw(logits, rows)
+        drawn = draw(logits, rows, draw_candidates)
         for row, token in forced.items():
             drawn[row] = token
         return drawn, starts

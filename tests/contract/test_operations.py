@@ -34,14 +34,15 @@ async def held(
     stack: Stack, path: str, headers: dict[str, str] | None = None, *, begun: bool = True, **fields: Any
 ) -> asyncio.Task[httpx.Response]:
     """A request that its target holds, after some tokens or before any."""
-    decoder, asked = stack.decoder, len(stack.decoder.requests)
-    if begun:
-        decoder.hold_after = 4
-    else:
-        decoder.gate.clear()
+    decoder, choices = stack.decoder, fields.get("n", 1)
+    there = len(decoder.requests) + choices
+    decoder.gate.clear()
     asking = asyncio.create_task(stack.http.post(path, json=BODIES[path] | fields, headers=headers))
-    await until(lambda: len(decoder.requests) > asked and not decoder.gate.is_set())
-    if begun:
+    await until(lambda: len(decoder.requests) == there)
+    if begun:  # the choices take turns
+        decoder.hold_after = 4 * choices
+        decoder.gate.set()
+        await until(lambda: not decoder.gate.is_set())
         await stack.all_received()
     return asking
 

@@ -61,7 +61,11 @@ async def resumable(
         async with aclosing(gathered(kept.entered(deltas))) as batches:
             async for batch in batches:
                 if new := [entry for *_, entry in batch if entry]:
-                    await journal.append(*new)
+                    try:
+                        await journal.append(*new)
+                    except StreamLeftError:
+                        model.running.leave(journal.client, journal.id)
+                        raise
                 for index, delta, when, entry in batch:
                     journal.now = when
                     yield index, delta

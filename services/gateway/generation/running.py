@@ -68,8 +68,10 @@ class RunningRequest:
             raise self._error
         return None
 
-    def report(self) -> str:
-        """What is known of the request, as JSON."""
+    def report(self) -> str | None:
+        """What is known of the request, as JSON; None if no completion has begun here."""
+        if not self.runs:
+            return None
         report = {
             "id": self._id,
             "object": "request",
@@ -108,6 +110,11 @@ class RunningRequests:
                     self._by_id[key].remove(request)
                     if not self._by_id[key]:
                         del self._by_id[key]
+
+    def leave(self, client: str, id_: str) -> None:
+        """The client's request with this id goes on at another gateway, which reports of it."""
+        for request in self._by_id.get((client, id_), ()):
+            request.runs.clear()
 
     def abort(self, client: str, id_: str) -> bool:
         """End the client's requests with this id, of a request or of a response. Returns whether there was one."""

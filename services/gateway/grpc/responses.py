@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from paceline.messages import LogProbs
 from paceline.output_processor import TextDelta
@@ -69,7 +70,7 @@ def _encode_delta(index: int, delta: TextDelta, chat: ChatOutput | None) -> pb.G
                 response.stop_token_id = delta.stop_reason
         response.timings.CopyFrom(encode_timings(delta.timings))
         if delta.speculation is not None:
-            response.speculation.CopyFrom(encode_stats(delta.speculation))
+            response.speculation.CopyFrom(encode_stats(replace(delta.speculation, accepted_average=None)))
     return response
 
 

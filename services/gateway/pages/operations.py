@@ -68,7 +68,7 @@ def add_operations(
         client = client_of(request).name
         return JsonResponse({"aborted": [each for each in body.request_ids if models.abort(client, each)]})
 
-    @app.get("/v1/requests/{request_id}")
+    @app.get("/v1/requests/{request_id:path}")
     async def report_request(request: Request, request_id: str) -> Response:
         """What speculation did for a request of the same client, which runs or has ended lately."""
         known = await models.report(client_of(request).name, request_id)

@@ -199,21 +199,65 @@ def test_rates_of_positions(steps: list[tuple[int, int, int]], rates: list[float
 
 
 async def test_a_recorder_writes_what_runs_and_what_has_ended(redis_store: StateStore, redis: Redis) -> None:
-    """Under each of its keys, for a while."""
-    store, states = redis_store.acceptance, iter("123")
+    """Under each of its keys, for a while. A request is asked once, however many keys it has."""
+    store, states = redis_store.acceptance, iter("12")
     async with redis_store.recorder(interval_s=3600) as recorder:
         with recorder.reporting([("a:b", "r"), ("a:b", "x:y")], lambda: next(states)):
             await recorder.run_once()
             assert await store.request(("a:b", "r")) == "1"
-            assert await store.request(("a:b", "x:y")) == "2"
+            assert await store.request(("a:b", "x:y")) == "1"
         for key in (("a:b", "r"), ("a:b", "x:y")):
-            assert await recorder.request(key) == "3", "it is not written yet"
+            assert await recorder.request(key) == "2", "it is not written yet"
         assert await recorder.request(("a", "b:r")) is None
         for _ in range(3):
             recorder.count("m", "ngram", ONE)
-    assert await store.request(("a:b", "x:y")) == "3"
+    assert await store.request(("a:b", "x:y")) == "2"
     assert REQUEST_TTL_S - 60 < await redis.ttl("paceline:request:a%3Ab:r") <= REQUEST_TTL_S
     assert (await store.acceptance("m", "ngram")).drafted == pytest.approx(3)
+
+
+async def test_a_request_of_which_nothing_is_known_does_not_replace_what_is(redis_store: StateStore) -> None:
+    """As when a stream that has ended is read again."""
+    key = ("a", "r")
+    async with redis_store.recorder(interval_s=3600) as recorder:
+        with recorder.reporting([key], lambda: "first"):
+            pass
+        await recorder.run_once()
+        with recorder.reporting([key], lambda: None):
+            assert await recorder.request(key) == "first"
+            await recorder.run_once()
+    assert await redis_store.acceptance.request(key) == "first"
+
+
+async def test_of_two_requests_with_one_key_the_later_one_is_reported(redis_store: StateStore) -> None:
+    key = ("a", "r")
+    async with redis_store.recorder(interval_s=3600) as recorder:
+        first = recorder.reporting([key], lambda: "first")
+        first.__enter__()
+        with recorder.reporting([key], lambda: "second"):
+            first.__exit__(None, None, None)
+            assert await recorder.request(key) == "second"
+    assert await redis_store.acceptance.request(key) == "second"
+
+
+async def test_a_report_is_known_while_it_is_written(redis_store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what replaces it meanwhile is written later."""
+    key, write = ("a", "r"), redis_store.acceptance.save_requests
+    async with redis_store.recorder(interval_s=3600) as recorder:
+
+        async def slow(reports: Mapping[tuple[str, str], str]) -> None:
+            assert await recorder.request(key) == reports[key]
+            await write(reports)
+            with recorder.reporting([key], lambda: "second"):
+                pass
+
+        with recorder.reporting([key], lambda: "first"):
+            pass
+        with monkeypatch.context() as patch:
+            patch.setattr(redis_store.acceptance, "save_requests", slow)
+            await recorder.run_once()
+        assert await recorder.request(key) == "second"
+    assert await redis_store.acceptance.request(key) == "second"
 
 
 async def test_a_recorder_writes_in_the_background(store: StateStore) -> None:

@@ -16,5 +16,6 @@ def test_a_draft_hears_of_a_least_path_probability_that_the_target_s_user_names(
 ) -> None:
     """A target's default would hold for a draft, too, whose user wants every node."""
     request, config = bare_request([1, 2]), SpeculativeConfig(method="ngram", **named)
+    config = SpeculativeConfig.model_validate_json(config.model_dump_json())  # as `serve` hands it to a target
     assert request.opening(config, 1).least_path_probability == sent
     assert request.limit(config, 1).least_path_probability == sent
