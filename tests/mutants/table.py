@@ -1318,6 +1318,13 @@ MUTANTS = (
         RESUMING,
     ),
     Mutant(
+        "a stream that cannot be claimed loses the ids of its events",
+        "services/gateway/generation/resumption.py",
+        "self._journal.state = JournalState.REPLAYING  # events",
+        "pass  # events",
+        ("unit/gateway/test_resumption.py",),
+    ),
+    Mutant(
         "a prompt that has changed is resumed",
         "services/gateway/generation/resumption.py",
         'if journal.digest not in ("", digest):',

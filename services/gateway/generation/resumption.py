@@ -134,6 +134,7 @@ class JournalDeltas:
             if running and not (unread := await self._journal.claim()):
                 break
         if self._journal.state is JournalState.LOST:
+            self._journal.state = JournalState.REPLAYING  # events that are repeated keep their ids: clients come again
             raise unavailable()
 
     async def entered(self, deltas: Deltas) -> AsyncGenerator[tuple[int, TextDelta, int, Entry | None]]:
