@@ -39,7 +39,7 @@ def sampling_defaults(model: str, generation_config: GenerationConfig = "auto") 
 
 
 def model_length(model: str) -> int | None:
-    """How many positions a model has, with those that YaRN adds; None if its configuration does not say.
+    """How many positions a model has, the ones that YaRN adds included; None if its configuration does not say.
 
     Raises `ModelNotFoundError`.
     """

@@ -99,7 +99,7 @@ class OutputProcessor:
                 count = index + 1
                 output.tokens, output.accepted = delta.tokens[:count], delta.accepted[:count]
                 output.log_probs = delta.log_probs[:count]
-                output.stop_token = None  # it may be among those that are cut off
+                output.stop_token = None  # the stop token may be cut off, too
                 break
         if not self.stopped and delta.finish_reason is not None:
             ending = self._shown(self._detokenizer.flush())

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 DRAFT_KEYS = {"method", "beside", "model", "draft_placement", "draft_tensor_parallel_size", "vocabulary_mapping"}
-"""Of a configuration, those that say which draft there is and where."""
+"""The keys of a configuration that say which draft there is, and where it runs."""
 KILLED = 1
 """Exit code after a second Ctrl-C, which kills everything at once."""
 

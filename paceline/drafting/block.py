@@ -106,8 +106,8 @@ class MaskTokens:
     def _rows(
         self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]
     ) -> tuple[list[Row], list[int]]:
-        """The rows of one pass, and the indices of those that give distributions: the context, then each request's root
-        and masks. The roots count as computed from now on.
+        """The rows of one pass, and the indices of the rows that give distributions. The context comes first, then each
+        request's root and masks. The roots count as computed from now on.
         """
         rows = [request.slot_table.row(request.tokens[i], i) for request, span in context for i in span]
         wanted = range(len(rows), len(rows) + sum(count for _, count in requested))

@@ -228,7 +228,7 @@ class DraftCache(Generic[R]):
     """The slots of a network's KV cache, and the requests that hold them: `slots` of them, 1 to `slots`."""
 
     def __init__(self, slots: int, requests: Mapping[int, R]) -> None:
-        """`requests`: those that are open, now and later."""
+        """`requests`: the open ones. The owner adds to this dictionary and removes from it."""
         self.slots, self.requests = slots, requests
         self.free = list(range(slots, 0, -1))
         self.turns = 0

@@ -23,7 +23,7 @@ def rope_settings(config: Any) -> list[Mapping[str, Any]]:
 
 
 def positions_in(config: Any) -> int:
-    """The number of positions in transformers' configuration, with those that YaRN adds; 0 if it has none."""
+    """The number of positions, the ones that YaRN adds included; 0 if transformers' configuration has none."""
     positions = int(getattr(config, "max_position_embeddings", None) or 0)
     return max((with_yarn(rope, positions) for rope in rope_settings(config)), default=positions)
 

@@ -116,6 +116,22 @@ async def test_parameters_reach_the_target(stack: Stack, stub: Any) -> None:
     assert responses[-1].speculation.accepted_tokens == 4
 
 
+async def test_the_gate_s_average_is_not_for_clients(stack: Stack, stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets send it for the next target."""
+    last = stack.decoder._last
+
+    def with_average(*arguments: Any) -> Any:
+        delta = last(*arguments)
+        delta.speculation.accepted_average = 0.5
+        return delta
+
+    monkeypatch.setattr(stack.decoder, "_last", with_average)
+    report = common_pb2.SpeculativeOptions(report=True)
+    responses = await generated(stub, Request(model=MODEL, text="x", speculative=report))
+    assert responses[-1].speculation.accepted_tokens == 4
+    assert not responses[-1].speculation.HasField("accepted_average")
+
+
 NESTED = '{"enum": ' + "[" * 3000 + "]" * 3000 + "}"
 
 

@@ -252,9 +252,10 @@ async def test_what_is_known_of_a_request_is_for_its_key_only(tmp_path: Path) ->
 
 
 async def test_without_redis_a_gateway_knows_what_it_runs() -> None:
+    """Ids may have slashes."""
     async with open_stack(counts, burst=1) as stack:
-        asking = await held(stack, "/v1/completions", {"x-request-id": "a"}, n=2)
-        report = await known(stack, "a")
+        asking = await held(stack, "/v1/completions", {"x-request-id": "a/1"}, n=2)
+        report = await known(stack, "a/1")
         assert report is not None
         assert report["state"] == "running"
         assert 0 < report["completion_tokens"] < 10, "of both choices"
@@ -263,7 +264,7 @@ async def test_without_redis_a_gateway_knows_what_it_runs() -> None:
         await asking
 
         async def forgotten() -> bool:
-            return await known(stack, "a") is None
+            return await known(stack, "a/1") is None
 
         await eventually(forgotten)
 

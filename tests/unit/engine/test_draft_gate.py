@@ -206,3 +206,9 @@ class TestReplayedRequests:
         gated.add(1, 2.0)
         gated.steps(1, accepted=3)
         assert gated.gate.requests[1].stats.accepted_average == pytest.approx(2.1)
+
+    def test_the_average_is_told_before_the_draft_sends_anything(self) -> None:
+        """The target may be lost before."""
+        gated = Gated(0)
+        gated.add(1, 2.0)
+        assert gated.gate.requests[1].stats.accepted_average == 2.0

@@ -111,3 +111,15 @@ def test_the_documentation_of_security_lists_what_is_kept_of_a_request() -> None
     assert report is not None
     kept = json.loads(report).keys() - {"object"}
     assert set(re.findall(r"`(\w+)`", listed[1])) == kept
+
+
+async def test_a_request_that_goes_on_at_another_gateway_is_reported_there() -> None:
+    running = RunningRequests("m")
+    with running.track("alice", "r", "mine") as request:
+        request.runs.append(SimpleNamespace(tokens=3, targets=["t"], replays=0, stats=[]))  # type: ignore[arg-type]
+        assert '"completion_tokens":3' in (await running.report("alice", "mine") or "")
+        running.leave("bob", "r")
+        assert await running.report("alice", "mine") is not None
+        running.leave("alice", "r")
+        assert await running.report("alice", "mine") is None
+    assert await running.report("alice", "r") is None
