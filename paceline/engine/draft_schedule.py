@@ -73,8 +73,12 @@ class StreamedSchedule:
             before, now = now, draft_frontier(drawing)
             self.policy.observe(before.deepest, now.own - before.own, delay_s, first=first)
             waited_s, first = waited_s + delay_s, not self.first_differs
-            if not received:
+            if not self.goes_on(received, now.own - before.own):
                 return
+
+    def goes_on(self, received: bool, gain: float) -> bool:
+        """Whether more may follow a wait that brought `gain` expected tokens."""
+        return received
 
     def reach(self, now: DraftFrontier) -> tuple[int, float]:
         """How many rounds ahead count, and expected tokens of nodes that the draft may guess again."""
@@ -108,15 +112,16 @@ class InlineSchedule(StreamedSchedule):
         self.policy = WaitPolicy(delay_s=1e-5, salvaged_share=0.0)
 
     def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates, waited_s: float = 0.0) -> None:
-        def gains(timeout_s: float) -> bool:
-            own = draft_frontier(drawing).own
-            return receive(self.TIMEOUT_S) and draft_frontier(drawing).own > own
-
         start = self._clock()  # a first round reads the prompt, so its delay is not typical
         while not all(request.draft_started for request in drawing if request.draft_active):
-            if not gains(self.TIMEOUT_S):
+            own = draft_frontier(drawing).own
+            received = receive(self.TIMEOUT_S)
+            if not self.goes_on(received, draft_frontier(drawing).own - own):
                 return
-        super().wait(drawing, gains, waited_s + self._clock() - start)
+        super().wait(drawing, lambda _: receive(self.TIMEOUT_S), waited_s + self._clock() - start)
+
+    def goes_on(self, received: bool, gain: float) -> bool:
+        return received and gain > 0
 
     def reach(self, now: DraftFrontier) -> tuple[int, float]:
         return 1, now.covered_by_lookups
