@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import EngineConfig
 from paceline.model import layers
@@ -54,6 +56,23 @@ def test_few_rows_are_as_many(
     x = torch.randn(64, width, generator=generator).to(dtype)
     for rows in range(1, 10):
         assert torch.equal(product(x[:rows]), product(x)[:rows])
+
+
+def test_onednn_is_never_given_one_float32_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would sum it in another order on some CPUs, which those that sum it in the same order do not show."""
+    given: list[int] = []
+
+    class Given(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.mkldnn._linear_pointwise.default:
+                given.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(layers, "NativeProduct", Mock(side_effect=NativeUnavailableError("switched off")))
+    product = Linear(torch.zeros(8, 1536))
+    with Given():
+        assert [len(product(torch.zeros(rows, 1536))) for rows in (1, 3)] == [1, 3]
+    assert given == [2, 3]
 
 
 @pytest.mark.parametrize("rows", [40, 0], ids=["some rows", "an expert without rows"])

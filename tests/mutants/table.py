@@ -434,7 +434,7 @@ MUTANTS = (
         "paceline/engine/draft_manager.py",
         "or self.grafted > grafted or self._clock() >= end:",
         "or True:",
-        ("unit/vllm/test_drafts.py",),
+        ("unit/engine/test_draft_schedule.py",),
     ),
     Mutant(
         "a draft in this process runs rounds until it guesses what lookups did not",

@@ -361,6 +361,26 @@ class TestManager:
         self.manager(drafting, FixedRounds(5)).receive_growth({1: request}, [request])
         assert drafting.polls == request.tree.size == 1
 
+    @pytest.mark.parametrize(("stale", "polls", "grafted"), [(0, 1, 1), (2, 3, 1), (50, 8, 0)])
+    def test_a_wait_ends_with_new_nodes_or_after_its_time(self, stale: int, polls: int, grafted: int) -> None:
+        """The first growth after a commit may be that of the tree before, which joins nothing. A poll takes 0.125 s."""
+
+        class Behind(NoDraftClient):
+            """Has nothing before the wait."""
+
+            concurrent, polls = True, -1
+
+            def poll(self, timeout_s: float) -> PollResult:
+                self.polls += 1
+                base = 1 if self.polls <= stale else 2
+                growths = [(1, Growth(base, 1, [0], [5], [-0.1]))] if self.polls else []
+                return PollResult(growths, may_continue=True)
+
+        request, drafting = drafted_request(), Behind()
+        manager = DraftManager(drafting, (), UNGATED, FixedRounds(1), 10, lambda: drafting.polls / 8)
+        manager.receive_growth({1: request}, [request])
+        assert (drafting.polls, manager.grafted, manager.waited_s) == (polls, grafted, polls / 8)
+
     def test_a_local_draft_runs_one_round_though_lookups_have_guessed_the_same(self) -> None:
         request, lookup, drafting = drafted_request(), Polled(concurrent=False), Polled(concurrent=False)
         manager = DraftManager(drafting, (lookup,), UNGATED, FixedRounds(1), 10, lambda: 0.0)
