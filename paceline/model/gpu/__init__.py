@@ -1,0 +1,1 @@
+"""Passes on an NVIDIA GPU: tables of slots in its memory, kernels, and CUDA graphs."""
