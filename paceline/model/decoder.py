@@ -98,7 +98,9 @@ class LayeredModel(TransformersModel):
             sharding.install_collectives(network)
         self._head: nn.Module = network.get_output_embeddings()
         weight: Any = self._head.weight
-        self._attention, cache = make_attention(info.layers, heads, info.slots, weight, info.kv_cache_dtype)
+        self._attention, cache = make_attention(
+            info.layers, heads, info.slots, positions, weight, info.kv_cache_dtype
+        )
         super().__init__(info, cache, network.config.get_text_config(decoder=True))
         self._network = network
         base: Any = network.base_model
@@ -130,8 +132,8 @@ class LayeredModel(TransformersModel):
         keeps = "logits_to_keep" in self._parameters
         with use_pass(this) as attended:
             logits: Tensor = self._network(
-                input_ids=this.tokens.unsqueeze(0),
-                position_ids=this.positions.unsqueeze(0),
+                input_ids=this.tokens.long().unsqueeze(0),
+                position_ids=this.positions.long().unsqueeze(0),
                 use_cache=False,
                 **({"logits_to_keep": indices} if keeps else {}),
             ).logits[0]

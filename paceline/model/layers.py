@@ -1,4 +1,4 @@
-"""Llama layers by few torch operators, where there is no native code; and products for heads."""
+"""Llama layers by few operators, torch's or kernels for GPUs, where there is no native code; and products for heads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.model.attention import AttentionOptions, Heads, Pass
+from paceline.model.gpu.paged_pass import PagedPass
+from paceline.model.gpu.pass_graphs import PassGraphs
 from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, QuantizedWeight, RotaryTables, StateFusion
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_library import DTYPES, NativeProduct
-from paceline.model.pass_graphs import PassGraphs
 from paceline.model.rows import GROUP, Row, device_integers
 from paceline.model.torch_attention import TorchAttention
 
@@ -90,12 +91,12 @@ class RotaryEmbedding:
 
     def __init__(self, tables: RotaryTables, like: Tensor) -> None:
         """`like`: a tensor of the wanted dtype and device."""
-        # [positions, 1, D]: x * cos + swap_halves(x) * sin rotates, with the sign of the first half in the table.
-        self._cos = torch.cat([tables.cosines] * 2, -1).unsqueeze(1).to(like)
-        self._sin = torch.cat((-tables.sines, tables.sines), -1).unsqueeze(1).to(like)
+        # [positions, D]: x * cos + swap_halves(x) * sin rotates, with the sign of the first half in the table.
+        self.cosines = torch.cat([tables.cosines] * 2, -1).to(like)
+        self.sines = torch.cat((-tables.sines, tables.sines), -1).to(like)
 
     def __call__(self, positions: Tensor) -> CosSin:
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self.cosines[positions].unsqueeze(1), self.sines[positions].unsqueeze(1)
 
 
 def apply_rotary(x: Tensor, cos_sin: CosSin) -> Tensor:
@@ -116,7 +117,8 @@ class SwiGLU:
 
 
 class TorchNetwork:
-    """Llama layers by torch's operators, with an embedding, a final norm and an output matrix if they are given."""
+    """Llama layers by torch's operators or by kernels for GPUs, with an embedding, a final norm and an output matrix if
+    they are given."""
 
     def __init__(
         self,
@@ -136,17 +138,17 @@ class TorchNetwork:
     ) -> None:
         """As `paceline.model.native.native_network.NativeNetwork`."""
         self._start_pass = attention.start_pass
+        self._between = attention.kernels or TORCH_OPERATORS
         self._rotary = RotaryEmbedding(rotary, attention.cache.data.new_empty(1))
-        self._layers = [_TorchLayer(n, layer, heads, eps, scale, sums) for n, layer in enumerate(layers)]
+        self._layers = [_Layer(n, layer, heads, scale, sums) for n, layer in enumerate(layers)]
         self._embedding = embedding
-        self._norm = _norm(norm, eps)
+        self._norm, self._eps = norm, eps
         self._head = None if head is None else Linear(head)
         self._fuse = None if fusion is None else _StateFusionModule(fusion, eps)
         # A head has an input beside the rows, and ranks wait for one another within a pass.
         self._graphs: PassGraphs | None = None
         if fusion is None and sums is None:
-            windows = sorted({layer.window for layer in layers})
-            self._graphs = attention.capture(self._forward, len(rotary.cosines), windows)
+            self._graphs = attention.capture(self._forward)
 
     def run(
         self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int] = (), *, states: Tensor | None = None
@@ -161,20 +163,57 @@ class TorchNetwork:
 
     def _forward(self, this: Pass, states: Tensor | None = None) -> list[Tensor]:
         """The first layer's input, the output of each layer, and that of the final norm: [R, hidden]."""
-        cos_sin = self._rotary(this.positions)
         assert self._embedding is not None
         x, joined = F.embedding(this.tokens, self._embedding), None
         if self._fuse is not None:
             assert states is not None
             x, joined = self._fuse(x, pad_rows(states))
-        outputs = [x]
-        for n, layer in enumerate(self._layers):
-            outputs.append(layer(outputs[-1], cos_sin, this, joined if n == 0 else None))
-        return [*outputs, self._norm(outputs[-1])]
+        # A kernel reads rotary tables by itself.
+        cos_sin = None if isinstance(this, PagedPass) else self._rotary(this.positions)
+        outputs, added = [], None
+        for layer in self._layers:
+            x, normed = self._between.add_norm(x, added, None if joined is not None else layer.input_norm, self._eps)
+            outputs.append(x)
+            attended = self._attend(layer, normed if joined is None else joined, cos_sin, this)
+            x, normed = self._between.add_norm(x, layer.out(attended), layer.inner_norm, self._eps)
+            added, joined = layer.down(self._between.silu_times(layer.gate_up(normed))), None
+        return [*outputs, *self._between.add_norm(x, added, self._norm, self._eps)]
+
+    def _attend(self, layer: _Layer, x: Tensor, cos_sin: CosSin | None, this: Pass) -> Tensor:
+        """The attention of rows whose input is x [R, in] → [R, H * D]."""
+        projected = layer.qkv(x).view(len(x), -1, layer.heads.head_size)
+        if isinstance(this, PagedPass):
+            tables, data = (self._rotary.cosines, self._rotary.sines), this.cache.data[layer.index]
+            query = this.kernels.rotate_and_store(
+                projected, this.positions, this.slots, *tables, data, layer.head_norms, self._eps
+            )
+            return this.attend_to_stored(query, layer.index, layer.options)
+        assert cos_sin is not None
+        qk, value = projected.split([projected.shape[1] - layer.heads.kv_heads, layer.heads.kv_heads], 1)
+        if layer.head_norms is not None:
+            qk = F.rms_norm(qk, (layer.heads.head_size,), None, self._eps) * layer.head_norms
+        qk = apply_rotary(qk, cos_sin)
+        query, key = qk[:, : -layer.heads.kv_heads], qk[:, -layer.heads.kv_heads :]
+        return this.attend(query, key, value, layer.index, layer.options)
 
     def output(self, final: Tensor) -> Tensor:
         assert self._head is not None
         return self._head(pad_rows(final))[: len(final)]
+
+
+class _TorchOperators:
+    """What `paceline.model.gpu.paged_pass.Kernels` has in one kernel each."""
+
+    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        total = x if added is None else x + added
+        return total, total if weight is None else F.rms_norm(total, weight.shape, weight, eps)
+
+    def silu_times(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+TORCH_OPERATORS = _TorchOperators()
 
 
 class _StateFusionModule:
@@ -197,40 +236,25 @@ class _StateFusionModule:
         return normed if self._norms_residual else states, joined
 
 
-class _TorchLayer:
+class _Layer:
+    """A layer's products, and what its other steps need."""
+
     def __init__(
-        self, index: int, layer: DecoderLayerWeights, heads: Heads, eps: float, scale: float, sums: AllReduce | None
+        self, index: int, layer: DecoderLayerWeights, heads: Heads, scale: float, sums: AllReduce | None
     ) -> None:
-        self._index, self._heads = index, heads
-        self._options, self._eps = AttentionOptions(scale, layer.window), eps
-        self._into_attention, self._into_mlp = _norm(layer.input_norm, eps), _norm(layer.inner_norm, eps)
+        self.index, self.heads, self.options = index, heads, AttentionOptions(scale, layer.window)
+        self.input_norm, self.inner_norm = layer.input_norm, layer.inner_norm
         queries_keys = (layer.query, layer.query_bias), (layer.key, layer.key_bias)
-        self._qkv = Linear.of_parts(*queries_keys, (layer.value, layer.value_bias))
-        self._out = _row_parallel_linear(layer.output, layer.output_bias, sums)
-        gate_up = Linear.of_parts((layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
-        self._mlp = SwiGLU(gate_up, _row_parallel_linear(layer.down, layer.down_bias, sums))
-        self._head_norm: Tensor | None = None
+        self.qkv = Linear.of_parts(*queries_keys, (layer.value, layer.value_bias))
+        self.out = _row_parallel_linear(layer.output, layer.output_bias, sums)
+        self.gate_up = Linear.of_parts((layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
+        self.down = _row_parallel_linear(layer.down, layer.down_bias, sums)
+        self.head_norms: Tensor | None = None
+        """[H + K, D]"""
         if layer.query_norm is not None and layer.key_norm is not None:
             queries = heads.kv_heads * heads.queries_per_kv
             parts = [layer.query_norm.expand(queries, -1), layer.key_norm.expand(heads.kv_heads, -1)]
-            self._head_norm = torch.cat(parts)
-
-    def __call__(self, x: Tensor, cos_sin: CosSin, this: Pass, given: Tensor | None) -> Tensor:
-        x = x + self._attend(self._into_attention(x) if given is None else given, cos_sin, this)
-        return x + self._mlp(self._into_mlp(x))
-
-    def _attend(self, x: Tensor, cos_sin: CosSin, this: Pass) -> Tensor:
-        heads = self._heads
-        queries = heads.kv_heads * heads.queries_per_kv
-        rotated = queries + heads.kv_heads
-        projected = self._qkv(x).view(x.shape[0], rotated + heads.kv_heads, heads.head_size)
-        qk = projected[:, :rotated]
-        if self._head_norm is not None:
-            qk = F.rms_norm(qk, (heads.head_size,), None, self._eps) * self._head_norm
-        qk = apply_rotary(qk, cos_sin)
-        query, key, value = qk[:, :queries], qk[:, queries:], projected[:, rotated:]
-        attended = this.attend(query, key, value, self._index, self._options)
-        return self._out(attended)
+            self.head_norms = torch.cat(parts)
 
 
 def _norm(weight: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:

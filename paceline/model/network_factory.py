@@ -1,5 +1,5 @@
-"""Llama layers over rows, and attention alone: by native code where there is some, else by torch's operators, with
-flash-attn where that is installed."""
+"""Llama layers over rows, and attention alone: by native code where there is some, else by kernels for GPUs, or by
+torch's operators."""
 
 from __future__ import annotations
 
@@ -48,21 +48,22 @@ def make_network(
         "pass",
         lambda cache: NativeNetwork(layers, heads, cache, rotary, **options),
         lambda attention: TorchNetwork(layers, heads, attention, rotary, **options),
-        *(len(layers), heads, slots, layers[0].query, check, kv_cache_dtype),
+        *(len(layers), heads, slots, len(rotary.cosines), layers[0].query, check, kv_cache_dtype),
     )
 
 
 def make_attention(
-    layers: int, heads: Heads, slots: int, like: Tensor, kv_cache_dtype: KVCacheDtype = "auto"
+    layers: int, heads: Heads, slots: int, positions: int, like: Tensor, kv_cache_dtype: KVCacheDtype = "auto"
 ) -> tuple[StartPass, KVCache]:
-    """Attention over a new cache of `slots`, for layers that transformers runs. `like` has the dtype and the device.
+    """Attention over a new cache of `slots`, for layers that transformers runs. `positions`: of the longest path.
+    `like` has the dtype and the device.
 
     Raises ValueError where there is no native code for `kv_cache_dtype`."""
     return _native_or_torch(
         "attention",
         NativeAttention,
         lambda attention: attention.start_pass,
-        *(layers, heads, slots, like),
+        *(layers, heads, slots, positions, like),
         kv_cache_dtype=kv_cache_dtype,
     )
 
@@ -74,6 +75,7 @@ def _native_or_torch(
     layers: int,
     heads: Heads,
     slots: int,
+    positions: int,
     like: Tensor,
     check: Callable[[N | T], None] | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
@@ -87,12 +89,12 @@ def _native_or_torch(
             return made
     if kv_cache_dtype != "auto":
         raise ValueError(f"kv_cache_dtype {kv_cache_dtype} takes native code, and its {name} has none here")
-    for attention in TorchAttention.ways(make_cache()):
+    for attention in TorchAttention.ways(make_cache(), positions):
         try:
             by = by_torch(attention)
             check(by)
         except (RuntimeError, ValueError) as error:
-            if attention.kernel is None:
+            if attention.kernels is None:
                 raise
             log_once(f"{name} without {attention.name}: {error}")
         else:

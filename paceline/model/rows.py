@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 TILE = 64
@@ -26,14 +27,18 @@ NULL_SLOT = 0
 """Never allocated or written: masked columns point to it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """The slots of a path's full tiles: int64 [tiles * TILE]. Rows with the same object share an attention call."""
+class Prefix(NamedTuple):
+    """The full tiles of a path: the first `length` slots of a table, then a branch. Rows with equal ones share an
+    attention call."""
 
-    slots: torch.Tensor
+    slot_table: SlotTable
+    length: int
+    branch: tuple[int, ...] = ()
 
-
-EMPTY_PREFIX = Prefix(torch.empty(0, dtype=torch.int64))
+    def slots(self) -> torch.Tensor:
+        """int64 [full tiles * TILE]"""
+        parts = (self.slot_table.slots[: self.length], self.branch)
+        return torch.from_numpy(np.concatenate([np.asarray(part, np.int64) for part in parts]))
 
 
 class Row(NamedTuple):
@@ -63,11 +68,8 @@ class Row(NamedTuple):
     @property
     def prefix(self) -> Prefix:
         """The full tiles of its path."""
-        tiles = self.position // TILE
-        if tiles * TILE <= self.length:
-            return self.slot_table.prefix(tiles)
-        # A tile of the prefix has branch slots, so no other row shares it.
-        return Prefix(torch.tensor(self.path()[: tiles * TILE], dtype=torch.int64))
+        end = self.position // TILE * TILE
+        return Prefix(self.slot_table, min(end, self.length), tuple(self.branch[: max(0, end - self.length)]))
 
 
 class SlotTable:
@@ -78,7 +80,8 @@ class SlotTable:
 
     def __init__(self, slots: Iterable[int] = ()) -> None:
         self._slots = array("i", slots)
-        self._prefixes: list[Prefix] = [EMPTY_PREFIX]
+        self.sent = 0
+        """How many of the first slots a copy in a GPU's memory has."""
 
     @property
     def slots(self) -> array[int]:
@@ -86,7 +89,7 @@ class SlotTable:
 
     @slots.setter
     def slots(self, slots: Iterable[int]) -> None:
-        self._slots = array("i", slots)
+        self._slots, self.sent = array("i", slots), 0
 
     @property
     def address(self) -> int:
@@ -102,7 +105,7 @@ class SlotTable:
     def truncate(self, length: int) -> None:
         """Keep only the first `length` positions."""
         del self._slots[length:]
-        del self._prefixes[length // TILE + 1 :]
+        self.sent = min(self.sent, length)
 
     def row(self, token: int, position: int) -> Row:
         """The row of a position in this table."""
@@ -112,13 +115,6 @@ class SlotTable:
         """The row of a guess: `branch` has the slots of its path after this table, its own last."""
         length = len(self._slots)
         return Row(token, length + len(branch) - 1, self, length, tuple(branch))
-
-    def prefix(self, tiles: int) -> Prefix:
-        """The first `tiles` tiles. Rows get the same object, and so share it."""
-        while len(self._prefixes) <= tiles:
-            end = len(self._prefixes) * TILE
-            self._prefixes.append(Prefix(torch.tensor(self._slots[:end], dtype=torch.int64)))
-        return self._prefixes[tiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +149,6 @@ def device_integers(values: Any, device: torch.device, dtype: torch.dtype = torc
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def row_columns(rows: Sequence[Row], size: int, padding_slot: int, device: torch.device) -> torch.Tensor:
-    """Tokens, positions and slots, int64 [3, `size`]. Padding rows come last and write to `padding_slot`."""
-    columns = [[row.token, row.position, row.slot] for row in rows]
-    columns += [[0, 0, padding_slot]] * (size - len(rows))
-    return device_integers(torch.tensor(columns, dtype=torch.int64).view(-1, 3).T.contiguous(), device)
-
-
 def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int) -> RowBatch:
     """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last and write to
     `padding_slot`: they may compute NaN, which a masked column would spread."""
@@ -168,7 +157,8 @@ def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int
         return device_integers(values, device)
 
     size = -(-len(rows) // GROUP) * GROUP
-    tokens, positions, slots = row_columns(rows, size, padding_slot, device)
+    columns = [[row.token, row.position, row.slot] for row in rows] + [[0, 0, padding_slot]] * (size - len(rows))
+    tokens, positions, slots = device_integers(torch.tensor(columns, dtype=torch.int64).view(-1, 3).T, device)
     tails = [row.tile for row in rows]
     tiles: list[int] = []
     groups: list[list[int]] = []
@@ -188,7 +178,7 @@ def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int
         groups=integers(groups),
         reach=integers(reach),
         segments=[
-            Segment(integers(members + [members[0]] * (-len(members) % GROUP)), device_integers(prefix.slots, device))
+            Segment(integers(members + [members[0]] * (-len(members) % GROUP)), device_integers(prefix.slots(), device))
             for prefix, members in _by_prefix(rows).items()
         ],
     )
@@ -198,9 +188,8 @@ def _by_prefix(rows: Sequence[Row]) -> dict[Prefix, list[int]]:
     """Indices of the rows with each prefix."""
     members: dict[Prefix, list[int]] = {}
     for r, row in enumerate(rows):
-        prefix = row.prefix
-        if prefix is not EMPTY_PREFIX:
-            members.setdefault(prefix, []).append(r)
+        if row.position >= TILE:
+            members.setdefault(row.prefix, []).append(r)
     return members
 
 

@@ -1,67 +1,101 @@
-"""How passes attend where there is no native code: by a kernel for GPUs, or by torch's operators."""
+"""How passes attend where there is no native code: by kernels for NVIDIA GPUs, or by torch's operators."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from paceline.model import paged_attention
-from paceline.model.attention import KVCache, Pass, TorchPass
-from paceline.model.paged_attention import AttentionKernel, PagedPass
-from paceline.model.pass_graphs import CudaCapture, Outputs, PassGraphs
-from paceline.model.rows import Row
+import torch
 
-TORCH = "torch"
+from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, TorchPass
+from paceline.model.gpu.paged_pass import Kernels, PagedPass, PassInput
+from paceline.model.gpu.pass_graphs import GRAPH_ROWS, CudaCapture, Outputs, PassGraphs
+from paceline.model.gpu.paths import DeviceTables
+from paceline.model.rows import GROUP, Row, SlotTable
+
+log = logging.getLogger(__name__)
+
+TRITON, TORCH = "triton", "torch"
+LARGEST_HEAD = 256
+MOST_TABLES = GRAPH_ROWS[-1]
+"""Requests of a pass."""
 
 
-@dataclass(frozen=True, slots=True)
+def find_kernels(heads: Heads, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """None where it is no NVIDIA GPU, and where Triton, or the C compiler that it calls, is not there."""
+    if device.type != "cuda" or heads.head_size > LARGEST_HEAD or importlib.util.find_spec(TRITON) is None:
+        return None
+    try:
+        kernels: Kernels = importlib.import_module("paceline.model.gpu.triton_kernels")
+        attend_once(kernels, heads, dtype, device)
+    except Exception as error:  # noqa: BLE001 - another Triton, or no compiler: it raises errors of many kinds
+        log.warning("kernels in Triton are left out: %s", error)
+        return None
+    return kernels
+
+
+@torch.inference_mode()
+def attend_once(kernels: Kernels, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
+    """One row that attends to itself."""
+    cache, tables = KVCache(1, 1, heads, dtype, device), DeviceTables(1, 1, device)
+    key = torch.zeros(GROUP, heads.kv_heads, heads.head_size, dtype=dtype, device=device)
+    query = key.repeat_interleave(heads.queries_per_kv, 1)
+    rows = PassInput.of(tables, kernels, [SlotTable([1]).row(0, 0)], cache.padding_slot)
+    rows.start(cache, kernels).attend(query, key, key, 0, AttentionOptions(1.0))
+
+
+@dataclass(frozen=True)
 class TorchAttention:
     """Starts passes over a cache."""
 
     cache: KVCache
-    kernel: AttentionKernel | None = None
+    positions: int
+    """Of the longest path."""
+    kernels: Kernels | None = None
     graphs: bool = False
-    """Whether passes of Llama layers are captured as CUDA graphs. They need a kernel: the shapes of torch's attention
+    """Whether passes of Llama layers are captured as CUDA graphs. They need kernels: the shapes of torch's attention
     change with every pass."""
 
     @classmethod
-    def ways(cls, cache: KVCache) -> Iterator[TorchAttention]:
+    def ways(cls, cache: KVCache, positions: int) -> Iterator[TorchAttention]:
         """What is there, the best first. The last one is torch's operators.
 
-        PACELINE_ATTENTION, which is `flash_attn_3`, `triton` or `torch`, leaves out the others, and
-        PACELINE_CUDA_GRAPHS=0 leaves out graphs.
+        PACELINE_ATTENTION=torch leaves out our kernels, and PACELINE_CUDA_GRAPHS=0 graphs.
         """
-        wanted, graphs = os.environ.get("PACELINE_ATTENTION", ""), os.environ.get("PACELINE_CUDA_GRAPHS") != "0"
-        if wanted != TORCH:
-            for kernel in paged_attention.find_kernels(cache.heads, cache.dtype, cache.device, wanted):
-                if graphs:
-                    yield cls(cache, kernel, True)
-                yield cls(cache, kernel)
-        yield cls(cache)
+        positions = min(positions, cache.slot_count)
+        wanted = os.environ.get("PACELINE_ATTENTION") != TORCH
+        kernels = find_kernels(cache.heads, cache.dtype, cache.device) if wanted else None
+        if kernels is not None:
+            if os.environ.get("PACELINE_CUDA_GRAPHS") != "0":
+                yield cls(cache, positions, kernels, True)
+            yield cls(cache, positions, kernels)
+        yield cls(cache, positions)
 
     @property
     def name(self) -> str:
         """Results depend on it, bit for bit. Empty for torch's operators."""
-        if self.kernel is None:
+        if self.kernels is None:
             return ""
-        try:
-            version = importlib.metadata.version(self.kernel.package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "of an unknown version"
-        return f"{self.kernel.package} {version}{', CUDA graphs' if self.graphs else ''}"
+        return f"{TRITON} {importlib.metadata.version(TRITON)}{', CUDA graphs' if self.graphs else ''}"
+
+    @cached_property
+    def tables(self) -> DeviceTables:
+        return DeviceTables(MOST_TABLES, self.positions, self.cache.device)
 
     def start_pass(self, rows: Sequence[Row]) -> Pass:
-        if self.kernel is None:
+        if self.kernels is None:
             return TorchPass.of(self.cache, rows)
-        return PagedPass.of(self.cache, self.kernel.attend, rows)
+        this = PassInput.of(self.tables, self.kernels, rows, self.cache.padding_slot)
+        return this.start(self.cache, self.kernels)
 
-    def capture(
-        self, forward: Callable[[PagedPass], Outputs], longest: int, windows: Sequence[int]
-    ) -> PassGraphs | None:
+    def capture(self, forward: Callable[[PagedPass], Outputs]) -> PassGraphs | None:
         """CUDA graphs of `forward`, see `PassGraphs`; None without."""
-        if self.kernel is None or not self.graphs:
+        if self.kernels is None or not self.graphs:
             return None
-        longest = min(longest, self.cache.slot_count)  # no path has more positions than there are slots
-        return PassGraphs(forward, self.cache, self.kernel.attend, longest, windows, CudaCapture(self.cache.device))
+        return PassGraphs(forward, self.cache, self.kernels, self.tables, CudaCapture(self.cache.device))

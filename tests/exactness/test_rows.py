@@ -20,7 +20,7 @@ from paceline.model.native.native_library import NativeLibrary
 from paceline.model.network_factory import make_attention
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import GROUP, TILE, Row, SlotTable
-from tests.helpers.flash_attention import use_stand_ins
+from tests.helpers.gpu_kernels import use_stand_ins
 from tests.helpers.row_runs import assert_same, chunks, lockstep, one_by_one, random_trees
 
 VOCABULARY = 256
@@ -74,25 +74,25 @@ FAMILIES = {
     "mimo": {},
     "gpt_oss": {"sliding_window": 96, "num_local_experts": 8, "num_experts_per_tok": 3},
 }  # fmt: skip
-BY_TORCH, BY_FLASH = " by torch", " by flash-attn"
-"""Suffixes of families whose model is made without native code. The second has the stand-ins of flash-attn and of CUDA
-graphs."""
+BY_TORCH, BY_KERNELS = " by torch", " by kernels"
+"""Suffixes of families whose model is made without native code. The second has the stand-ins of a GPU's kernels and of
+CUDA graphs."""
 IN_INT8 = " in int8"
 """The suffix of families whose keys and values have 8 bits."""
 WITHOUT_NATIVE = ("llama", "mistral", "mistral-narrow", "gemma2", "olmo2", "deepseek_v3", "gpt_oss")
 ALL = (
     *FAMILIES,
     *(family + BY_TORCH for family in WITHOUT_NATIVE),
-    *(family + BY_FLASH for family in ("llama", "mistral", "gemma2", "deepseek_v3", "gpt_oss")),
+    *(family + BY_KERNELS for family in ("llama", "mistral", "gemma2", "deepseek_v3", "gpt_oss")),
     *(family + IN_INT8 for family in ("llama", "gemma2", "gpt_oss")),
 )
-WAYS = ("llama", "llama" + IN_INT8, "olmo2", "olmo2" + BY_TORCH, "llama" + BY_FLASH)
+WAYS = ("llama", "llama" + IN_INT8, "olmo2", "olmo2" + BY_TORCH, "llama" + BY_KERNELS)
 """A family that runs as native code, also with keys and values of 8 bits, one whose attention does, one with attention
-by torch's operators, and one with flash-attn and CUDA graphs."""
+by torch's operators, and one with kernels and CUDA graphs."""
 
 
 def network(family: str, dtype: torch.dtype, **changes: int) -> PreTrainedModel:
-    family = family.removesuffix(BY_TORCH).removesuffix(BY_FLASH).removesuffix(IN_INT8)
+    family = family.removesuffix(BY_TORCH).removesuffix(BY_KERNELS).removesuffix(IN_INT8)
     config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family], **changes})
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
@@ -102,10 +102,10 @@ def model(family: str, dtype: torch.dtype, slots: int = 1024, **changes: Any) ->
     if family.endswith(IN_INT8) and os.environ.get("PACELINE_NATIVE") == "0":
         pytest.skip("native code is switched off")
     with pytest.MonkeyPatch.context() as patch:
-        if family.endswith((BY_TORCH, BY_FLASH)):
+        if family.endswith((BY_TORCH, BY_KERNELS)):
             patch.setenv("PACELINE_NATIVE", "0")
             patch.setattr(NativeLibrary, "_instance", None)
-        if family.endswith(BY_FLASH):
+        if family.endswith(BY_KERNELS):
             use_stand_ins(patch)
         engine = EngineConfig(slots=slots, kv_cache_dtype="int8" if family.endswith(IN_INT8) else "auto")
         return build(network(family, dtype, **changes), family, engine, "", [])
@@ -193,7 +193,7 @@ def test_heads_that_do_not_fill_vectors_change_nothing(family: str, heads: tuple
 
 
 @pytest.mark.parametrize("window", [1, 8, 32, TILE - 1, TILE, TILE + 1, 96])
-@pytest.mark.parametrize("family", [f + way for f in ("mistral", "gemma2") for way in ("", BY_TORCH, BY_FLASH)])
+@pytest.mark.parametrize("family", [f + way for f in ("mistral", "gemma2") for way in ("", BY_TORCH, BY_KERNELS)])
 def test_a_window_of_any_size_hides_earlier_positions(family: str, window: int) -> None:
     """A window within a tile may hide the whole prefix, to which kernels then give a weight of 1."""
     sequence = tokens(2 * TILE + 5)
@@ -203,7 +203,7 @@ def test_a_window_of_any_size_hides_earlier_positions(family: str, window: int) 
     assert (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("family", [f + way for f in ("llama", "olmo2") for way in ("", BY_TORCH, BY_FLASH)])
+@pytest.mark.parametrize("family", [f + way for f in ("llama", "olmo2") for way in ("", BY_TORCH, BY_KERNELS)])
 def test_nan_stays_within_its_request(family: str) -> None:
     """A request with NaN leaves it in its slots, and in those of padding rows."""
     sequence, runner = tokens(20), model(family, torch.float32)
@@ -232,7 +232,7 @@ def test_nan_stays_within_its_request(family: str) -> None:
 def test_attention_that_rows_cannot_have_is_refused(
     queries: int, keys: int, size: int, arguments: dict[str, torch.Tensor], error: str
 ) -> None:
-    begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
+    begin, _ = make_attention(1, Heads(2, 2, 32), 16, 16, torch.empty(0))
     query, key = torch.zeros(1, queries, 8, size), torch.zeros(1, keys, 8, size)
     with use_pass(begin([SlotTable([1]).row(5, 0)])), pytest.raises(ValueError, match=error):
         attention_interface(torch.nn.Module(), query, key, key, None, **arguments)

@@ -144,7 +144,8 @@ class TransformersHead(HeadNetwork):
         self._embedding, self._output = target.embedding(), target.output
         self._rotary = rotary.to(target.device)
         like = torch.empty(0, dtype=target.dtype, device=target.device)
-        self._attention, _ = make_attention(1, Heads.of(config), slots, like)
+        positions = min(slots, target.max_model_len)
+        self._attention, _ = make_attention(1, Heads.of(config), slots, positions, like)
 
     def run(self, rows: Sequence[Row], features: Tensor | None, wanted: Sequence[int]) -> RowOutput:
         assert features is not None

@@ -1,10 +1,15 @@
-"""How the rows of a pass find their keys in a GPU's memory: tables of slots that stay there, and branches of guesses."""
+"""How the rows of a pass find their keys in a GPU's memory: by tables of slots that stay there, and guesses' branches."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from paceline.model.rows import GROUP, Row, SlotTable
 
 
 class RowPaths(NamedTuple):
@@ -28,3 +33,64 @@ class RowPaths(NamedTuple):
     branch: Tensor
     branches: Tensor
     groups: Tensor
+
+
+class TableWrite(NamedTuple):
+    """Slots of a table that its copy lacks."""
+
+    table: int
+    position: int
+    slots: Sequence[int]
+
+
+class DeviceTables:
+    """Copies of requests' slot tables in a GPU's memory: int32 [tables + 1, positions]. What changed of one is sent.
+
+    A request's table keeps its place until others need it, the one that was used longest ago first. The last one is of
+    no request: it takes writes that fill up memory.
+    """
+
+    def __init__(self, tables: int, positions: int, device: torch.device) -> None:
+        self.count = tables
+        self.data = torch.zeros(tables + 1, positions, dtype=torch.int32, device=device)
+        self._places: OrderedDict[SlotTable, int] = OrderedDict()
+
+    def place(self, tables: Iterable[SlotTable]) -> tuple[dict[SlotTable, int], list[TableWrite]]:
+        """Where the tables of a pass are, and what has to be written there before.
+
+        Raises ValueError if a pass has more tables than there are places.
+        """
+        places = dict.fromkeys(tables, -1)
+        if len(places) > self.count:
+            raise ValueError(f"a pass of {len(places)} requests: on a GPU it has {self.count} at most")
+        for table in places:
+            if table in self._places:
+                self._places.move_to_end(table)
+                places[table] = self._places[table]
+        writes = []
+        for table, place in places.items():
+            if place < 0:
+                place = len(self._places)
+                if place == self.count:
+                    _, place = self._places.popitem(last=False)
+                places[table] = self._places[table] = place
+                table.sent = 0
+            if table.sent < len(table):
+                writes.append(TableWrite(place, table.sent, table.slots[table.sent :]))
+                table.sent = len(table)
+        return places, writes
+
+
+def grouped(rows: Sequence[Row]) -> list[int]:
+    """`RowPaths.groups` of rows, without the empty ones."""
+    bounds: list[int] = []
+    first: Row | None = None
+    equal = plain = True
+    for r, row in enumerate(rows):
+        if first is not None and r - bounds[-1] < GROUP and row.slot_table is first.slot_table:
+            equal, plain = equal and row.length == first.length, plain and not row.branch
+            if equal or plain:
+                continue
+        bounds.append(r)
+        first, equal, plain = row, True, not row.branch
+    return [*bounds, len(rows)]

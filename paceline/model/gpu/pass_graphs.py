@@ -1,7 +1,7 @@
 """CUDA graphs of a network's passes: a replay starts all kernels of a pass at once.
 
 A graph repeats the same kernels on the same memory, so there is one for each of a few numbers of rows. A pass has its
-rows padded up to the next of these, and its tables copied to where the graphs read them.
+rows padded up to the next of these, and what its kernels read of the rows is copied to where the graph reads it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from paceline.model.attention import KVCache
-from paceline.model.paged_attention import PagedAttention, PagedPass
+from paceline.model.gpu.paged_pass import BRANCHES, WRITES, Kernels, PagedPass, PassInput
+from paceline.model.gpu.paths import DeviceTables
 from paceline.model.rows import Row
 
-GRAPH_ROWS = (8, 16, 24, 32, 48, 64)
-"""Rows of the graphs. Larger passes are long beside the start of their kernels."""
+GRAPH_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Rows of the graphs."""
 
 Outputs: TypeAlias = list[Tensor]
 """[R, hidden size] of each layer."""
@@ -57,27 +58,27 @@ class PassGraphs:
         self,
         forward: Callable[[PagedPass], Outputs],
         cache: KVCache,
-        attention: PagedAttention,
-        longest: int,
-        windows: Sequence[int],
+        kernels: Kernels,
+        tables: DeviceTables,
         capture: Capture,
     ) -> None:
-        """`longest`: positions of a path. `windows`: of the network's layers."""
-        self._start = partial(PagedPass.of, cache, attention)
-        memory = PagedPass.empty(cache, attention, GRAPH_ROWS[-1], longest, windows)
-        self._passes = {size: memory.first(size) for size in GRAPH_ROWS}
+        self._kernels, self._padding_slot = kernels, cache.padding_slot
+        self._inputs = {size: PassInput(tables, size, WRITES * size, BRANCHES * size) for size in GRAPH_ROWS}
         self._graphs = {}
-        for size, this in reversed(self._passes.items()):  # the largest first: the others fit into its memory
-            this.load(self._start([], size))
-            self._graphs[size] = capture(partial(forward, this))
+        for size, this in reversed(self._inputs.items()):  # the largest first: the others fit into its memory
+            this.load([], kernels, cache.padding_slot)
+            self._graphs[size] = capture(partial(self._run, forward, this, cache))
+
+    def _run(self, forward: Callable[[PagedPass], Outputs], this: PassInput, cache: KVCache) -> Outputs:
+        return forward(this.start(cache, self._kernels))
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> Outputs | None:
-        """The outputs of a pass, valid until the next one; None if it has too many rows."""
-        size = next((size for size in GRAPH_ROWS if size >= len(rows)), None)
+        """The outputs of a pass, valid until the next one; None if its rows, or their branches, are too many."""
+        size = next((size for size, this in self._inputs.items() if this.fits(rows)), None)
         if size is None:
             return None
-        self._passes[size].load(self._start(rows, size))
+        self._inputs[size].load(rows, self._kernels, self._padding_slot)
         replay, outputs = self._graphs[size]
         replay()
         return outputs
