@@ -458,6 +458,13 @@ MUTANTS = (
         ("unit/core/test_step_cost.py",),
     ),
     Mutant(
+        "a kernel is started on the current GPU",
+        "paceline/model/gpu/launch.py",
+        "torch.cuda.device_of(first)",
+        "torch.cuda.device(-1)",
+        ("unit/model/test_devices.py",),
+    ),
+    Mutant(
         "Triton: a larger score leaves earlier sums as they are",
         "paceline/model/triton_attention.py",
         "result = result * kept[:, None] + tl.dot(",

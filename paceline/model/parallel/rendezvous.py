@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from paceline.config import EngineConfig
 from paceline.config.settings import Settings
 from paceline.host_port import HostPort
+from paceline.model.device_memory import use_device
 from paceline.model.parallel import RankLostError, RendezvousError
 from paceline.model.parallel.rank_monitor import RankMonitor, RankMonitorListener, connect_to_rank_zero, exit_process
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
@@ -151,11 +152,9 @@ def _store(address: HostPort, *, is_rank_zero: bool) -> TCPStore:
 
 
 def _init_process_group(address: HostPort, store: TCPStore, rank: int, engine: EngineConfig) -> TensorParallelGroup:
-    device = torch.device(engine.device)
+    device = use_device(engine.device)  # before nccl begins on the current one
     if device.type == "cuda":
-        index = device.index or 0
-        os.environ["LOCAL_RANK"] = str(index)  # transformers loads a shard to this device
-        torch.cuda.set_device(index)
+        os.environ["LOCAL_RANK"] = str(device.index or 0)  # transformers loads a shard to this device
     if address.loopback:
         _use_loopback_interface()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
