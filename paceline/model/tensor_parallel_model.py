@@ -29,7 +29,9 @@ class TensorParallelModel(ModelInfo):
         """Raises `RankLostError`. After any exception the group is aborted: the ranks may be in different passes."""
         try:
             self._group.ranks.broadcast_rows(encode_rows(rows, wanted))
-            return self._shard.run(rows, wanted, hidden_layers)
+            output = self._shard.run(rows, wanted, hidden_layers)
+            self._group.ranks.wait_for(output.logits)
+            return output
         except BaseException:
             self._group.abort()
             raise
@@ -42,7 +44,7 @@ class TensorParallelModel(ModelInfo):
 def run_rank(shard: TransformersModel, ranks: TensorParallelGroup) -> None:
     """Run every pass that rank 0 broadcasts, until it broadcasts the last. Raises `RankLostError`."""
     while (rows := ranks.receive_rows()).numel():
-        shard.run(*decode_rows(rows))
+        ranks.wait_for(shard.run(*decode_rows(rows)).logits)
 
 
 FIXED = 3

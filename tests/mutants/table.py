@@ -38,6 +38,7 @@ LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 FLASH = ("unit/model/test_paged_attention.py",)
 TRITON = ("unit/model/test_triton_attention.py",)
+RANKS = ("unit/model/test_tensor_parallel_group.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
@@ -463,6 +464,20 @@ MUTANTS = (
         "torch.cuda.device_of(first)",
         "torch.cuda.device(-1)",
         ("unit/model/test_devices.py",),
+    ),
+    Mutant(
+        "a pass over nccl is taken as computed when it has started",
+        "paceline/model/tensor_parallel_model.py",
+        "            self._group.ranks.wait_for(output.logits)\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "nccl's watchdog ends a process that waits for a late rank",
+        "paceline/model/parallel/tensor_parallel_group.py",
+        'os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"',
+        "pass",
+        RANKS,
     ),
     Mutant(
         "Triton: a larger score leaves earlier sums as they are",

@@ -70,6 +70,7 @@ class RankGroup:
         self.ranks.lost = True
         if not self._over:
             self._monitor.abort()
+            self.ranks.abort()
             self._end()
 
     def _end(self) -> None:
@@ -128,10 +129,14 @@ def join_rank_group(
         raise RendezvousError(f"rank {rank} could not join at {address}: start rank 0 there first ({error})") from error
     engine = config.engine.model_copy(update={} if device is None else {"device": device})
     monitor = RankMonitor({0: end}, lost)
+    ranks: TensorParallelGroup | None = None
     try:
-        yield _init_process_group(address, store, rank, engine), config.model_copy(update={"engine": engine})
+        ranks = _init_process_group(address, store, rank, engine)
+        yield ranks, config.model_copy(update={"engine": engine})
     except BaseException:
         monitor.abort()  # rank 0 may be waiting for this rank
+        if ranks is not None:
+            ranks.abort()
         raise
     else:
         monitor.close()
