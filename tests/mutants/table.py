@@ -466,6 +466,13 @@ MUTANTS = (
         ("unit/model/test_devices.py",),
     ),
     Mutant(
+        "numerics name no version of cuBLAS",
+        "paceline/model/numerics.py",
+        'return f"cuBLASLt {version()}"',
+        'return "cuBLASLt"',
+        ("unit/model/test_numerics.py",),
+    ),
+    Mutant(
         "a pass over nccl is taken as computed when it has started",
         "paceline/model/tensor_parallel_model.py",
         "            self._group.ranks.wait_for(output.logits)\n",

@@ -18,7 +18,7 @@ from paceline.model.parallel import RankLostError, RendezvousError
 
 NO_TIMEOUT = timedelta(days=365)
 """Passes may be hours apart. `rank_monitor` notices a lost rank 0."""
-NUMERICS_BYTES = 512
+NUMERICS_BYTES = 1024
 """Length of the numerics line that ranks compare."""
 POLL_S = 2e-5
 """How long to sleep before a GPU is asked again whether it has computed a pass."""

@@ -90,7 +90,7 @@ def test_a_late_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """nccl's watchdog once ended the process, before anything was told to anybody."""
     nccl = Nccl(TIMEOUT_S + 5, monkeypatch)
     model = shared(nccl)
-    with pytest.raises(RankLostError, match="rank 0 lost its replica in the middle of a pass: .* late by 60 s"):
+    with pytest.raises(RankLostError, match=r"rank 0 lost its replica in the middle of a pass: .* late by 60 s"):
         model.run([TABLE.row(5, 2)], [0])
     assert nccl.calls == ["others told", "nccl aborted", "destroyed"]
     with pytest.raises(RankLostError, match="has lost its replica already"):
