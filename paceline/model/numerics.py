@@ -76,7 +76,7 @@ def _device(device: torch.device) -> str:
 def _matrix_products() -> list[str]:
     """The library for products on a GPU, and all that its choices depend on: torch's settings and variables."""
     settings = torch.backends.cuda.matmul
-    library = torch.backends.cuda.preferred_blas_library().name.lower()
+    library = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
     reduced = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
     split = [  # without the setting, before torch 2.11, sums may be split
         getattr(settings, f"allow_{dtype}_reduced_precision_reduction_split_k", True) for dtype in ("bf16", "fp16")

@@ -473,6 +473,20 @@ MUTANTS = (
         ("unit/model/test_numerics.py",),
     ),
     Mutant(
+        "ranks keep the end of a table that was filled anew",
+        "paceline/model/parallel/row_codec.py",
+        "            table.truncate(kept)\n",
+        "",
+        ("unit/model/test_row_codec.py",),
+    ),
+    Mutant(
+        "ranks get a table's new length, and not its other slots",
+        "paceline/model/parallel/row_codec.py",
+        "    if a[:shorter] == b[:shorter]:\n        return shorter\n",
+        "    return shorter\n",
+        ("unit/model/test_row_codec.py",),
+    ),
+    Mutant(
         "a pass over nccl is taken as computed when it has started",
         "paceline/model/tensor_parallel_model.py",
         "            self._group.ranks.wait_for(output.logits)\n",

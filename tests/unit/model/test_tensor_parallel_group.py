@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.model.model import ModelOutput
 from paceline.model.parallel import RankLostError, tensor_parallel_group
 from paceline.model.parallel.rendezvous import RankGroup
+from paceline.model.parallel.row_codec import RowEncoder
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 from paceline.model.rows import Row, SlotTable
 from paceline.model.tensor_parallel_model import TensorParallelModel, run_rank
@@ -110,9 +111,8 @@ def test_a_rank_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_ranks_do_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = Nccl(TIMEOUT_S + 5, monkeypatch)
-    sent = [torch.tensor([0])]
+    sent = [RowEncoder().encode([TABLE.row(5, 2)], [0])]
     monkeypatch.setattr(TensorParallelGroup, "receive_rows", lambda ranks: sent.pop())
-    monkeypatch.setattr("paceline.model.tensor_parallel_model.decode_rows", lambda rows: ([], []))
     shard = Shard()
     with pytest.raises(RankLostError):
         run_rank(shard, ranks_by(nccl))  # type: ignore[arg-type]
