@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
 
 import torch
 
@@ -82,7 +85,8 @@ class TorchAttention:
         """Results depend on it, bit for bit. Empty for torch's operators."""
         if self.kernels is None:
             return ""
-        return f"{TRITON} {importlib.metadata.version(TRITON)}{', CUDA graphs' if self.graphs else ''}"
+        kernels = f"{TRITON} {importlib.metadata.version(TRITON)}, kernels {source_digest(self.kernels)}"
+        return f"{kernels}{', CUDA graphs' if self.graphs else ''}"
 
     @cached_property
     def tables(self) -> DeviceTables:
@@ -99,3 +103,9 @@ class TorchAttention:
         if self.kernels is None or not self.graphs:
             return None
         return PassGraphs(forward, self.cache, self.kernels, self.tables, CudaCapture(self.cache.device))
+
+
+def source_digest(kernels: Kernels) -> str:
+    """A hash of the files that kernels are written in."""
+    files = {inspect.getsourcefile(each) or "" for each in (kernels.attend, kernels.add_norm)}
+    return blake2b(b"".join(Path(file).read_bytes() for file in sorted(files)), digest_size=4).hexdigest()

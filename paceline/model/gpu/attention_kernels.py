@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.model.gpu.launch import launch
 from paceline.model.gpu.paths import RowPaths
 from paceline.model.rows import GROUP, TILE
 
@@ -43,7 +44,7 @@ def plan(paths: RowPaths) -> Tensor:
     """
     groups = len(paths.groups) - 1
     out = torch.empty(groups + 2, dtype=torch.int32, device=paths.groups.device)
-    _plan[(1,)](paths.groups, paths.seen, out, groups, MOST_ITEMS, GROUPS=triton.next_power_of_2(groups), GROUP=GROUP,
+    launch(_plan, (1,), paths.groups, paths.seen, out, groups, MOST_ITEMS, GROUPS=triton.next_power_of_2(groups), GROUP=GROUP,
                 TILE=TILE, SPLIT=SPLIT)  # fmt: skip
     return out
 
@@ -76,13 +77,13 @@ def attend(
     out = torch.empty(rows, heads * size, dtype=query.dtype, device=query.device)
     shape = {"QUERIES_PER_KV": queries_per_kv, "SIZE": size, "PADDED_SIZE": padded, "HEADS": chunk}
     order = {"GROUPS": triton.next_power_of_2(groups), "GROUP": GROUP, "TILE": TILE, "SPLIT": SPLIT}
-    _attend[(rows + PREFIX_PROGRAMS, kv_heads, chunks)](
-        query, data, *paths, plan, results, stats, scale, softcap, window, rows, groups, items * GROUP,
+    launch(
+        _attend, (rows + PREFIX_PROGRAMS, kv_heads, chunks), query, data, *paths, plan, results, stats, scale, softcap, window, rows, groups, items * GROUP,
         *query.stride()[:2], *data.stride()[:2], paths.tables.stride(0),
         CAPPED=softcap != 0.0, **shape, **order, **EXACT,
     )  # fmt: skip
-    _merge[(rows, kv_heads, chunks)](
-        results, stats, paths.seen, paths.groups, plan, sinks, out, window, groups, items * GROUP,
+    launch(
+        _merge, (rows, kv_heads, chunks), results, stats, paths.seen, paths.groups, plan, sinks, out, window, groups, items * GROUP,
         SINKS=sinks is not None, **shape, **order, **EXACT,
     )  # fmt: skip
     return out

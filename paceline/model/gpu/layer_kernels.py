@@ -12,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.model.gpu.launch import launch
+
 WRITES_AT_ONCE = 256
 
 
 def write_tables(tables: Tensor, writes: Tensor) -> None:
     """Set tables[table, position] = slot for each (table, position, slot) of `writes`, int32 [W, 3]."""
     grid = (triton.cdiv(len(writes), WRITES_AT_ONCE),)
-    _write_tables[grid](tables, writes, len(writes), tables.stride(0), BLOCK=WRITES_AT_ONCE)
+    launch(_write_tables, grid, tables, writes, len(writes), tables.stride(0), BLOCK=WRITES_AT_ONCE)
 
 
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -31,7 +33,7 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float)
         return x, x
     normed = total if weight is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
-    _add_norm[(rows,)](x, added, weight, total, normed, eps, WIDTH=width, BLOCK=block, ADDS=added is not None,
+    launch(_add_norm, (rows,), x, added, weight, total, normed, eps, WIDTH=width, BLOCK=block, ADDS=added is not None,
                        NORMS=weight is not None, num_warps=max(1, min(16, block // 256)))  # fmt: skip
     return total, normed
 
@@ -55,8 +57,8 @@ def rotate_and_store(
     rows, count, size = projected.shape
     kv_heads = data.shape[1] // 2
     query = torch.empty(rows, count - 2 * kv_heads, size, dtype=projected.dtype, device=projected.device)
-    _rotate_and_store[(rows, count)](
-        projected, positions, slots, cosines, sines, data, norms, query, eps, *data.stride()[:2],
+    launch(
+        _rotate_and_store, (rows, count), projected, positions, slots, cosines, sines, data, norms, query, eps, *data.stride()[:2],
         KV_HEADS=kv_heads, SIZE=size, HALF=size // 2, BLOCK=triton.next_power_of_2(size), NORMS=norms is not None,
         num_warps=1,
     )  # fmt: skip
@@ -68,7 +70,7 @@ def silu_times(x: Tensor) -> Tensor:
     rows, width = len(x), x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     block = 1024
-    _silu_times[(rows, triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block)
+    launch(_silu_times, (rows, triton.cdiv(width, block)), x, out, WIDTH=width, BLOCK=block)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Runs our Triton kernel beside flash-attn's stand-in, and prints a JSON line.
+"""Runs our Triton kernels beside their stand-ins, and prints a JSON line.
 
 In a process of its own, with TRITON_INTERPRET=1: Triton reads it when it is imported, which torch does.
 """
@@ -6,74 +6,125 @@ In a process of its own, with TRITON_INTERPRET=1: Triton reads it when it is imp
 from __future__ import annotations
 
 import json
+import random
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.model.triton_attention import flash_attn_with_kvcache as ours
-from tests.helpers.flash_attention import flash_attn_with_kvcache as expected
+from triton.runtime import interpreter
 
-SLOTS = 300
-KV_HEADS = 2
-LENGTHS = [0, 1, 63, 64, 65, 150, 7]
-STARTS = [0, 3, 3, 4, 21, 22, 25, 25]
-"""Of runs: the second and the last have no rows, and the fourth has more query heads than a program."""
+from paceline.model.gpu import attention_kernels, triton_kernels
+from paceline.model.gpu.paged_pass import Kernels, PassInput
+from paceline.model.gpu.paths import DeviceTables
+from paceline.model.rows import TILE, Row, SlotTable
+from tests.helpers import gpu_kernels
+from tests.helpers.row_paths import random_rows
+
+SLOTS, KV_HEADS = 2000, 2
+TABLES = 16
+CPU = torch.device("cpu")
+
+
+def summed_in_order(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
+    """A product whose rows do not depend on where they are in it, as a GPU's do not: numpy's do."""
+    out = np.zeros((len(a), b.shape[1]), dtype or np.float32)
+    for k in range(a.shape[1]):
+        out += a[:, k : k + 1] * b[k]
+    return out
 
 
 def main() -> None:
-    print(json.dumps([case(*given) for given in product((16, 80), (3, 40), (0.0, 0.7))]))
-
-
-def case(size: int, queries_per_kv: int, softcap: float) -> dict[str, Any]:
-    """The largest error, and whether each sequence alone has the same bits."""
     torch.manual_seed(1)
-    pages = torch.randn(SLOTS, 1, 2 * KV_HEADS, size)
-    pages[0] = torch.nan  # the slot after the end of a table
-    keys, values = pages[:, :, :KV_HEADS], pages[:, :, KV_HEADS:]
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    table = torch.randint(1, SLOTS, (len(LENGTHS), max(LENGTHS) + 5), dtype=torch.int32)
-    table[torch.arange(table.shape[1]) >= lengths.unsqueeze(1)] = 0
-    heads, rows = KV_HEADS * queries_per_kv, STARTS[-1]
-    options = {"softmax_scale": size**-0.5, "softcap": softcap, "num_splits": 1, "return_softmax_lse": True}
-    tails, runs = torch.randn(len(LENGTHS), 1, heads, size), torch.randn(rows, heads, size)
-
-    def tail(kernel: Any, these: slice) -> tuple[Tensor, Tensor]:
-        chosen = {"page_table": table[these], "cache_seqlens": lengths[these]}
-        out, weight = kernel(tails[these], keys, values, **chosen, **options)
-        return out, weight
-
-    def run(kernel: Any, this: int | None) -> tuple[Tensor, Tensor]:
-        first, last = (0, len(LENGTHS)) if this is None else (this, this + 1)
-        start, stop = STARTS[first], STARTS[last]
-        chosen = {
-            "page_table": table[first:last],
-            "cache_seqlens": lengths[first:last],
-            "cu_seqlens_q": torch.tensor(STARTS[first : last + 1], dtype=torch.int32) - start,
-            "max_seqlen_q": stop - start,
-        }
-        out, weight = kernel(runs[start:stop], keys, values, **chosen, **options)
-        return out, weight.T
-
-    together = [tail(ours, slice(None)), run(ours, None)]
-    errors = [error(a, b) for a, b in zip(together, [tail(expected, slice(None)), run(expected, None)], strict=True)]
-    same = True
-    for n in range(len(LENGTHS)):
-        same &= all(map(torch.equal, tail(ours, slice(n, n + 1)), [t[n : n + 1] for t in together[0]]))
-        if STARTS[n] < STARTS[n + 1]:
-            same &= all(map(torch.equal, run(ours, n), [t[STARTS[n] : STARTS[n + 1]] for t in together[1]]))
-    return {"case": [size, queries_per_kv, softcap], "error": max(errors), "same": same}
+    interpreter.np = SimpleNamespace(**{**vars(np), "matmul": summed_in_order})
+    shapes = [(16, 3), (48, 12), (16, 1)]
+    options: list[dict[str, Any]] = [{}, {"softcap": 0.7}, {"window": 100}, {"sinks": True}]
+    attended = [attention(*shape, given) for shape, given in product(shapes[:1], options)]
+    attended += [attention(*shape, {}) for shape in shapes[1:]]
+    print(json.dumps({"attention": attended, "layers": [add_norm(), rotate_and_store(), silu_times(), write_tables()]}))
 
 
-def error(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
-    """The stand-in's log-sum-exp of a row that sees nothing is no number: ours is -inf."""
-    (out, weight), (wanted_out, wanted_weight) = found, wanted
-    wanted_weight = torch.where(wanted_weight.isnan(), -torch.inf, wanted_weight)
-    if not torch.equal(weight == -torch.inf, wanted_weight == -torch.inf):
-        return torch.inf
-    both = torch.where(weight == -torch.inf, 0.0, weight - wanted_weight)
-    return max(float((out - wanted_out).abs().max()), float(both.abs().max()))
+def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The largest error; and whether a row alone, and with splits in one program, has the bits that it has in a pass."""
+    rows = [*random_rows(random.Random(2), SLOTS, 24), *long_rows()]
+    heads = KV_HEADS * queries_per_kv
+    if "sinks" in options:
+        options = {"sinks": torch.linspace(-1, 1, heads)}
+    data = torch.randn(SLOTS + 2, 2 * KV_HEADS, size)
+    data[0] = data[SLOTS + 1] = torch.nan  # nothing may read them into a row
+    query = torch.randn(len(rows) + 8, heads, size)
+
+    def attend(kernels: Kernels, chosen: list[int]) -> Tensor:
+        these = PassInput.of(DeviceTables(TABLES, SLOTS, CPU), gpu_kernels, [rows[n] for n in chosen], SLOTS + 1)
+        given = torch.full((these.size, heads, size), 7.0)
+        given[: len(chosen)] = query[chosen]
+        paths = these.paths
+        return kernels.attend(given, data, paths, kernels.plan(paths), scale=size**-0.5, **options)[: len(chosen)]
+
+    everyone = list(range(len(rows)))
+    together, expected = attend(triton_kernels, everyone), attend(gpu_kernels, everyone)
+    same = all(torch.equal(attend(triton_kernels, [n])[0], together[n]) for n in random.Random(3).sample(everyone, 6))
+    shuffled = random.Random(4).sample(everyone, len(everyone))
+    same &= torch.equal(attend(triton_kernels, shuffled), together[shuffled])
+    attention_kernels.MOST_ITEMS = 0  # so a group is an item
+    same &= torch.equal(attend(triton_kernels, everyone), together)
+    attention_kernels.MOST_ITEMS = 256
+    case = [size, queries_per_kv, *options]
+    return {"case": case, "error": float((together - expected).abs().max()), "same": same}
+
+
+def long_rows() -> list[Row]:
+    """A path of more than a split, as committed and, from before a tile's border on, as a guess with a sibling."""
+    slots = random.Random(5).sample(range(1, SLOTS + 1), 1200)
+    whole, before = SlotTable(slots), SlotTable(slots[: 18 * TILE - 3])
+    branch = slots[len(before) :]
+    guesses = [before.branch_row(1, branch[: n + 1]) for n in range(0, len(branch), 7)]
+    sibling = before.branch_row(1, [*branch[:4], 1999])
+    return [*(whole.row(1, row.position) for row in guesses), *guesses[:3], sibling, *guesses[3:]]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max())
+
+
+def add_norm() -> dict[str, Any]:
+    errors = []
+    for width in (48, 640):
+        x, added, weight = torch.randn(5, width), torch.randn(5, width), torch.rand(width)
+        for given in ((x, added, weight), (x, None, weight), (x, added, None), (x, None, None)):
+            ours, theirs = triton_kernels.add_norm(*given, 1e-5), gpu_kernels.add_norm(*given, 1e-5)
+            errors += [error(*pair) for pair in zip(ours, theirs, strict=True)]
+    return {"case": "add_norm", "error": max(errors)}
+
+
+def rotate_and_store() -> dict[str, Any]:
+    errors = []
+    for size, normed in ((16, False), (48, True)):
+        projected = torch.randn(5, 3 * KV_HEADS + 2 * KV_HEADS, size)
+        positions, slots = torch.tensor([3, 0, 9, 9, 4]), torch.tensor([7, 1, 2, 5, 6], dtype=torch.int32)
+        tables = torch.randn(10, size), torch.randn(10, size)
+        norms = torch.rand(4 * KV_HEADS, size) if normed else None
+        ours, theirs = torch.zeros(2, 8, 2 * KV_HEADS, size)
+        found = triton_kernels.rotate_and_store(projected, positions, slots, *tables, ours, norms, 1e-5)
+        wanted = gpu_kernels.rotate_and_store(projected, positions, slots, *tables, theirs, norms, 1e-5)
+        errors += [error(found, wanted), error(ours, theirs)]
+    return {"case": "rotate_and_store", "error": max(errors)}
+
+
+def silu_times() -> dict[str, Any]:
+    x = torch.randn(3, 2 * 1100)
+    return {"case": "silu_times", "error": error(triton_kernels.silu_times(x), gpu_kernels.silu_times(x))}
+
+
+def write_tables() -> dict[str, Any]:
+    ours, theirs = torch.zeros(2, 4, 300, dtype=torch.int32)
+    writes = torch.tensor([[n % 3, n, 900 + n] for n in range(300)], dtype=torch.int32)
+    triton_kernels.write_tables(ours, writes)
+    gpu_kernels.write_tables(theirs, writes)
+    return {"case": "write_tables", "error": error(ours, theirs)}
 
 
 if __name__ == "__main__":
