@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -144,3 +144,40 @@ class LayerVariant:
 
 
 LLAMA = LayerVariant()
+
+
+def stack_matrices(layers: Sequence[DecoderLayerWeights]) -> None:
+    """Stack the matrices of each layer that one product takes, see `stacked`. Needs the memory of one stack more."""
+    for layer in layers:
+        stacked(layer.query, layer.key, layer.value)
+        stacked(layer.gate, layer.up)
+
+
+def stacked(*weights: Tensor) -> Tensor:
+    """The rows of all weights [n, ...] as one tensor, in whose memory the weights are from then on.
+
+    So another user of a weight, such as transformers' network, shares that memory, and the weight's own is freed.
+    Weights that are stacked already are not copied; nor is a single one.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    sizes = [len(weight) for weight in weights]
+    if _are_stacked(weights):
+        return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+    stack = torch.cat([weight.detach() for weight in weights])
+    for weight, rows in zip(weights, stack.split(sizes), strict=True):
+        weight.data = rows
+    return stack
+
+
+def _are_stacked(weights: Sequence[Tensor]) -> bool:
+    """Whether contiguous weights of one kind follow one another in one storage."""
+    first, end = weights[0], weights[0].storage_offset()
+    for weight in weights:
+        shares = weight.untyped_storage()._cdata == first.untyped_storage()._cdata and weight.storage_offset() == end
+        alike = weight.is_contiguous() and (weight.dtype, weight.shape[1:]) == (first.dtype, first.shape[1:])
+        if not (shares and alike):
+            return False
+        end += weight.numel()
+    return True

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.model.attention import AttentionOptions, Heads, Pass
-from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, QuantizedWeight, RotaryTables, StateFusion
+from paceline.model.layer_weights import (
+    AllReduce,
+    DecoderLayerWeights,
+    QuantizedWeight,
+    RotaryTables,
+    StateFusion,
+    stacked,
+)
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_library import DTYPES, NativeProduct
 from paceline.model.pass_graphs import PassGraphs
@@ -39,9 +46,9 @@ class Linear:
     """
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
-        """Weights [out, in] are stacked. `biases` [out]: one for each weight, or none."""
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a single weight is not copied
-        bias = torch.cat(list(biases)) if biases else None
+        """Weights [out, in] are stacked in place, see `stacked`. `biases` [out]: one for each weight, or none."""
+        weight = stacked(*weights)
+        bias = stacked(*biases) if biases else None
         self._product = _native_product(weight, bias) or _torch_product(weight, bias)
 
     @classmethod
