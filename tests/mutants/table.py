@@ -38,6 +38,7 @@ LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 FLASH = ("unit/model/test_paged_attention.py",)
 TRITON = ("unit/model/test_triton_attention.py",)
+LOADING_PEAK = ("unit/model/test_loading_peak.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
@@ -407,6 +408,20 @@ MUTANTS = (
         "[[0, 0, padding_slot]]",
         "[[0, 0, NULL_SLOT]]",
         ROWS,
+    ),
+    Mutant(
+        "weights of one memory are taken for a stack, in whatever order",
+        "paceline/model/layer_weights.py",
+        " and weight.storage_offset() == end",
+        "",
+        LOADING_PEAK,
+    ),
+    Mutant(
+        "stacked weights keep a memory of their own",
+        "paceline/model/layer_weights.py",
+        "        weight.data = rows\n",
+        "        del rows\n",
+        LOADING_PEAK,
     ),
     Mutant(
         "flash-attn: a window is one position too long",
