@@ -33,6 +33,7 @@ from paceline.model.device_memory import device_memory, gigabytes
 from paceline.model.gguf_model import packed_config
 from paceline.model.gpu import memory as gpu_memory
 from paceline.model.gpu.memory import PassMemory
+from paceline.model.gpu.packed_matrix import packed_row_bytes
 from paceline.model.loading import dtype_of, outline
 from paceline.model.native.native_network import head_width
 from paceline.model.packed_checkpoint import packed_weight_bytes
@@ -178,7 +179,8 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
     """Of a process whose model stays packed as in its file, except matrices of floats, which take the dtype."""
     heads, dtype = Heads.of(config), dtype_of(config, engine)
-    weights = sum(_packed_bytes(each, dtype) for each in GgufFile.open(path).tensors.values())
+    device = torch.device(engine.device)
+    weights = sum(_packed_bytes(each, dtype, device) for each in GgufFile.open(path).tensors.values())
     return _with_cache(weights, config, heads, dtype, engine)
 
 
@@ -188,7 +190,9 @@ def _with_cache(weights: int, config: Any, heads: Heads, dtype: torch.dtype, eng
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 
 
-def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype) -> int:
+def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype, device: torch.device) -> int:
+    if tensor.type.is_packed and device.type != "cpu":
+        return tensor.rows * packed_row_bytes(tensor.type.number, tensor.shape[-1])
     if tensor.type.is_packed or len(tensor.shape) == 1:
         return tensor.size
     return math.prod(tensor.shape) * dtype.itemsize
@@ -263,7 +267,8 @@ def _head_memory(config: SpeculativeConfig, target: TargetWeights, engine: Engin
     checkpoint = Checkpoint(target.folder if config.model is None else resolve_model(config.model))
     names = mtp_layer_names(checkpoint) if config.model is None else checkpoint.names
     size = target.dtype.itemsize
-    packing = None if config.method in UNPACKED else engine.quantization
+    is_packed = config.method not in UNPACKED and torch.device(engine.device).type == "cpu"
+    packing = engine.quantization if is_packed else None
     weights = sum(_matrix_bytes(name, checkpoint.shape(name), packing, size) for name in names)
     return WorkerMemory(weights, 0, cached_numbers(config.method, checkpoint.config, target.config.to_dict()) * size)
 

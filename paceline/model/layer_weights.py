@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,31 @@ class QuantizedWeight:
 
 
 Weight = Tensor | QuantizedWeight
+"""In main memory."""
 
 
-W = TypeVar("W", bound=Weight)
+class PackedWeight(Protocol):
+    """A matrix [out, in] that stays packed in a GPU's memory."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its products."""
+
+    def __len__(self) -> int: ...
+    def lookup(self, rows: Tensor) -> Tensor:
+        """Rows of the matrix: int64 [R] → [R, in]."""
+
+    def product(self, weights: Sequence[Matrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """The product with stacked weights, of which this is one."""
+
+
+Matrix = Tensor | PackedWeight
+"""Where passes by torch's operators and kernels compute."""
+W = TypeVar("W", bound=Weight | PackedWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +168,15 @@ class LayerVariant:
 LLAMA = LayerVariant()
 
 
-def stack_matrices(layers: Sequence[DecoderLayerWeights]) -> None:
-    """Stack the matrices of each layer that one product takes, see `stacked`. Needs the memory of one stack more."""
+def stack_matrices(layers: Sequence[LayerWeights[Any]]) -> None:
+    """Stack the matrices of each layer that one product takes, see `stacked`. Needs the memory of one stack more.
+
+    Packed matrices are in one memory already, where they can be.
+    """
     for layer in layers:
-        stacked(layer.query, layer.key, layer.value)
-        stacked(layer.gate, layer.up)
+        for stack in ((layer.query, layer.key, layer.value), (layer.gate, layer.up)):
+            if all(isinstance(weight, Tensor) for weight in stack):
+                stacked(*stack)
 
 
 def stacked(*weights: Tensor) -> Tensor:

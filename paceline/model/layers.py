@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from paceline.model.attention import AttentionOptions, Heads, Pass
 from paceline.model.layer_weights import (
     AllReduce,
-    DecoderLayerWeights,
+    LayerWeights,
+    Matrix,
     QuantizedWeight,
     RotaryTables,
     StateFusion,
@@ -45,14 +47,19 @@ class Linear:
     for float32, sums in an order that depends on the number of rows.
     """
 
-    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
-        """Weights [out, in] are stacked in place, see `stacked`. `biases` [out]: one for each weight, or none."""
-        weight = stacked(*weights)
+    def __init__(self, *weights: Matrix, biases: Sequence[Tensor] = ()) -> None:
+        """Weights [out, in] are stacked in place, see `stacked`, if none is packed. `biases` [out]: one for each weight,
+        or none."""
         bias = stacked(*biases) if biases else None
+        packed = [weight for weight in weights if not isinstance(weight, Tensor)]
+        if packed:
+            self._product = packed[0].product(weights, bias)
+            return
+        weight = stacked(*(weight for weight in weights if isinstance(weight, Tensor)))
         self._product = _native_product(weight, bias) or _torch_product(weight, bias)
 
     @classmethod
-    def of_parts(cls, *products: tuple[Tensor, Tensor | None]) -> Linear:
+    def of_parts(cls, *products: tuple[Matrix, Tensor | None]) -> Linear:
         """Weights with their biases: all have one, or none has."""
         weights, biases = zip(*products, strict=True)
         return cls(*weights, biases=[bias for bias in biases if bias is not None])
@@ -111,6 +118,11 @@ def apply_rotary(x: Tensor, cos_sin: CosSin) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
+def look_up(tokens: Tensor, embedding: Matrix) -> Tensor:
+    """int64 [R] → [R, hidden]."""
+    return F.embedding(tokens, embedding) if isinstance(embedding, Tensor) else embedding.lookup(tokens)
+
+
 class SwiGLU:
     """`down(silu(gate x) * up x)`."""
 
@@ -127,7 +139,7 @@ class TorchNetwork:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayerWeights],
+        layers: Sequence[LayerWeights[Any]],
         heads: Heads,
         attention: TorchAttention,
         rotary: RotaryTables,
@@ -135,9 +147,9 @@ class TorchNetwork:
         hidden: int,
         eps: float,
         scale: float,
-        embedding: Tensor | None = None,
+        embedding: Matrix | None = None,
         norm: Tensor | None = None,
-        head: Tensor | None = None,
+        head: Matrix | None = None,
         sums: AllReduce | None = None,
         fusion: StateFusion | None = None,
     ) -> None:
@@ -170,7 +182,7 @@ class TorchNetwork:
         """The first layer's input, the output of each layer, and that of the final norm: [R, hidden]."""
         cos_sin = self._rotary(this.positions)
         assert self._embedding is not None
-        x, joined = F.embedding(this.tokens, self._embedding), None
+        x, joined = look_up(this.tokens, self._embedding), None
         if self._fuse is not None:
             assert states is not None
             x, joined = self._fuse(x, pad_rows(states))
@@ -206,7 +218,7 @@ class _StateFusionModule:
 
 class _TorchLayer:
     def __init__(
-        self, index: int, layer: DecoderLayerWeights, heads: Heads, eps: float, scale: float, sums: AllReduce | None
+        self, index: int, layer: LayerWeights[Any], heads: Heads, eps: float, scale: float, sums: AllReduce | None
     ) -> None:
         self._index, self._heads = index, heads
         self._options, self._eps = AttentionOptions(scale, layer.window), eps
@@ -244,7 +256,7 @@ def _norm(weight: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:
     return (lambda x: x) if weight is None else RMSNorm(weight, eps)
 
 
-def _row_parallel_linear(weight: Tensor, bias: Tensor | None, sums: AllReduce | None) -> Callable[[Tensor], Tensor]:
+def _row_parallel_linear(weight: Matrix, bias: Tensor | None, sums: AllReduce | None) -> Callable[[Tensor], Tensor]:
     """A product that all ranks compute summands of, if there are ranks; the bias is added once."""
     if sums is None:
         return Linear(weight, biases=() if bias is None else (bias,))

@@ -14,9 +14,9 @@ Shape suffixes: N outputs, U units, B blocks as a file has them, G groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.gguf.gguf_file import BLOCK_TYPES
-from paceline.model.layer_weights import QuantizedWeight
+from paceline.model.layer_weights import QuantizedWeight, Weight
 from paceline.model.packed_floats import E4M3
 from paceline.model.packed_integers import BLOCK, INT4, INT4_SMALL, INT4_ZEROS, INT8, INT8_SMALL, block_bytes
 
@@ -96,10 +96,17 @@ class PackedMatrix:
         """The same numbers on a device."""
         group, step = _group_of(weight), max(1, CHUNK // weight.shape[1])
         starts = range(0, len(weight), step)
-        return _stacked([_laid_out(weight[start : start + step], group, device, dtype) for start in starts])
+        parts = [_laid_out(weight[start : start + step], group, device, dtype) for start in starts]
+        planes: dict[str, Any] = {name: torch.cat([part.planes[name] for part in parts], 1) for name in parts[0].planes}
+        return replace(parts[0], shape=weight.shape, **planes)
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> PackedMatrix:
+        """Some rows, in the same memory."""
+        planes: dict[str, Any] = {name: plane[:, rows] for name, plane in self.planes.items()}
+        return replace(self, shape=(planes["codes"].shape[1], self.shape[1]), **planes)
 
     @property
     def device(self) -> torch.device:
@@ -131,23 +138,53 @@ class PackedMatrix:
         return PackedProduct(joined(weights), bias)
 
 
+def on_device(weights: Sequence[Weight], device: torch.device, dtype: torch.dtype) -> list[Tensor | PackedMatrix]:
+    """Weights of one product. Neighbours of one block type share memory, see `joined`; tensors take `dtype`."""
+    placed: list[Tensor | PackedMatrix] = []
+    for _, alike in groupby(weights, lambda weight: weight.type if isinstance(weight, QuantizedWeight) else None):
+        packed, plain = [], []
+        for weight in alike:
+            (packed if isinstance(weight, QuantizedWeight) else plain).append(weight)
+        placed += [weight.to(device, dtype) for weight in plain]
+        if packed:
+            placed += _placed_together(packed, device, dtype)
+    return placed
+
+
+def _placed_together(
+    weights: Sequence[QuantizedWeight], device: torch.device, dtype: torch.dtype
+) -> Iterator[PackedMatrix]:
+    sizes = [len(weight) for weight in weights]
+    data = weights[0].data if len(weights) == 1 else np.concatenate([weight.data for weight in weights])
+    whole = PackedMatrix.of(QuantizedWeight(weights[0].type, (len(data), weights[0].shape[1]), data), device, dtype)
+    for start, end in pairwise(accumulate(sizes, initial=0)):
+        yield whole[start:end]
+
+
 def joined(weights: Sequence[Tensor | PackedMatrix]) -> list[Tensor | PackedMatrix]:
-    """Neighbours that are packed alike, or not at all, become one matrix."""
-    return [_stacked(list(alike)) for _, alike in groupby(weights, _likeness)]
+    """The same rows, neighbours in one memory as one matrix."""
+    found = [weights[0]]
+    for weight in weights[1:]:
+        both = _both(found[-1], weight)
+        found[-1:] = [found[-1], weight] if both is None else [both]
+    return found
 
 
-def _likeness(weight: Tensor | PackedMatrix) -> object:
-    return None if isinstance(weight, Tensor) else (weight.format, weight.shape[1], weight.group)
-
-
-def _stacked(alike: Sequence[Any]) -> Any:
-    first = alike[0]
-    if len(alike) == 1:
-        return first
-    if isinstance(first, Tensor):
-        return torch.cat(list(alike))
-    planes = {name: torch.cat([each.planes[name] for each in alike], 1) for name in first.planes}
-    return replace(first, shape=(sum(map(len, alike)), first.shape[1]), **planes)
+def _both(first: Tensor | PackedMatrix, second: Tensor | PackedMatrix) -> PackedMatrix | None:
+    """None if the second does not follow the first in its memory."""
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return None
+    end = first.codes.storage_offset() + len(first) * LANES
+    if first.codes.untyped_storage()._cdata != second.codes.untyped_storage()._cdata or (
+        second.codes.storage_offset() != end
+    ):
+        return None
+    outputs = len(first) + len(second)
+    planes: dict[str, Any] = {
+        name: plane.as_strided((len(plane), outputs, *plane.shape[2:]), plane.stride())
+        for name, plane in first.planes.items()
+    }
+    return replace(first, shape=(outputs, first.shape[1]), **planes)
 
 
 def _group_of(weight: QuantizedWeight) -> int:

@@ -115,6 +115,7 @@ def _planes(matrix: PackedMatrix) -> dict[str, Any]:
     """What `_numbers` takes of a matrix."""
     form = matrix.format
     return {
+        "pitch": matrix.scales.stride(0),
         "codes": matrix.codes,
         "upper": matrix.upper,
         "scales": matrix.scales,
@@ -132,19 +133,19 @@ def _planes(matrix: PackedMatrix) -> dict[str, Any]:
 
 
 @triton.jit
-def _by_output(plane, index, outputs, output, is_output):
+def _by_output(plane, index, pitch, output, is_output):
     """Numbers of a group or block, float32 [N, 1]."""
-    return tl.load(plane + index * outputs + output, is_output, 0).to(tl.float32)[:, None]
+    return tl.load(plane + index * pitch + output, is_output, 0).to(tl.float32)[:, None]
 
 
 @triton.jit
-def _small(plane, block, outputs, output, is_output, SMALL: tl.constexpr):
+def _small(plane, block, pitch, output, is_output, SMALL: tl.constexpr):
     """Small integers of a block, float32 [N, 1], or of its halves, [N, LANES]."""
     if SMALL == 32:
-        return _by_output(plane, block, outputs, output, is_output)
+        return _by_output(plane, block, pitch, output, is_output)
     else:
         half = 2 * block + tl.arange(0, 32) // 16
-        return tl.load(plane + half[None, :] * outputs + output[:, None], is_output[:, None], 0).to(tl.float32)
+        return tl.load(plane + half[None, :] * pitch + output[:, None], is_output[:, None], 0).to(tl.float32)
 
 
 @triton.jit
@@ -152,7 +153,7 @@ def _numbers(
     words,
     upper_words,
     block,
-    outputs,
+    pitch,
     output,
     is_output,
     scales,
@@ -181,21 +182,21 @@ def _numbers(
     elif VALUES == "iq4":
         value = (tl.where(code < 8, IQ4_LOW, IQ4_HIGH) >> (8 * (code & 7))).to(tl.int8).to(tl.float32)
     elif zeros is not None:
-        value = code.to(tl.float32) - _by_output(zeros, index, outputs, output, is_output)
+        value = code.to(tl.float32) - _by_output(zeros, index, pitch, output, is_output)
     else:
         value = (code - ZERO).to(tl.float32)
     if scales.dtype.element_ty == tl.uint8:  # exponents of e8m0; 2^-127 is a denormal
-        exponent = tl.load(scales + index * outputs + output, is_output, 0).to(tl.int32)
+        exponent = tl.load(scales + index * pitch + output, is_output, 0).to(tl.int32)
         scale = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)[:, None]
     else:
-        scale = _by_output(scales, index, outputs, output, is_output)
+        scale = _by_output(scales, index, pitch, output, is_output)
     if SMALL:
-        scale = scale * _small(small_scales, block, outputs, output, is_output, SMALL)
+        scale = scale * _small(small_scales, block, pitch, output, is_output, SMALL)
     number = value * scale
     if minimums is not None:
-        minimum = _by_output(minimums, index, outputs, output, is_output)
+        minimum = _by_output(minimums, index, pitch, output, is_output)
         if SMALL:
-            minimum = minimum * _small(small_minimums, block, outputs, output, is_output, SMALL)
+            minimum = minimum * _small(small_minimums, block, pitch, output, is_output, SMALL)
         number = number - minimum
     return number
 
@@ -211,6 +212,7 @@ def _product(
     units,
     units_of_split,
     row_stride,
+    pitch,
     codes,
     upper,
     scales,
@@ -235,7 +237,7 @@ def _product(
     is_output, is_row = output < outputs, row < rows
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for unit in range(split * units_of_split, min(units, (split + 1) * units_of_split)):
-        word = (unit * outputs + output[:, None]) * 32 + lane[None, :]
+        word = (unit * pitch + output[:, None]) * 32 + lane[None, :]
         words = tl.load(codes + word, is_output[:, None], 0)
         upper_words = words
         if UPPER_BITS:
@@ -246,7 +248,7 @@ def _product(
                 words,
                 upper_words,
                 block,
-                outputs,
+                pitch,
                 output,
                 is_output,
                 scales,
@@ -291,6 +293,7 @@ def _look_up(
     found,
     outputs,
     inputs,
+    pitch,
     codes,
     upper,
     scales,
@@ -309,7 +312,7 @@ def _look_up(
     unit, lane = tl.program_id(1), tl.arange(0, 32)
     output = tl.load(wanted + tl.program_id(0) + tl.arange(0, 1))
     is_output = output < outputs
-    at = (unit * outputs + output[:, None]) * 32 + lane[None, :]
+    at = (unit * pitch + output[:, None]) * 32 + lane[None, :]
     words = tl.load(codes + at)
     upper_words = words
     if UPPER_BITS:
@@ -320,7 +323,7 @@ def _look_up(
             words,
             upper_words,
             unit * 8 + n,
-            outputs,
+            pitch,
             output,
             is_output,
             scales,
