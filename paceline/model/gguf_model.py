@@ -1,4 +1,4 @@
-"""A GGUF file as a model, without transformers: its blocks stay packed, and native code or a GPU's kernels multiply them.
+"""A GGUF file as a model, without transformers: its blocks stay packed. Native code or a GPU's kernels multiply.
 
 For kinds with Llama's layers, on a CPU for variants of them, too. Others are dequantised and run by transformers' code
 (`paceline.model.loading`).

@@ -48,8 +48,8 @@ class Linear:
     """
 
     def __init__(self, *weights: Matrix, biases: Sequence[Tensor] = ()) -> None:
-        """Weights [out, in] are stacked in place, see `stacked`, if none is packed. `biases` [out]: one for each weight,
-        or none."""
+        """Weights [out, in] are stacked, tensors alone in place, see `stacked`. `biases` [out]: one for each weight, or
+        none."""
         bias = stacked(*biases) if biases else None
         packed = [weight for weight in weights if not isinstance(weight, Tensor)]
         if packed:

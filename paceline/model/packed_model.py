@@ -1,5 +1,5 @@
-"""Llama layers from packed weights, of a GGUF file or a folder: by native code, which has variants of them, too, or on a
-GPU by kernels."""
+"""Llama layers from packed weights, of a GGUF file or a folder: by native code, or on a GPU by kernels. Native code has
+variants of them, too."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class PackedWeights(ABC):
         keys = heads.kv_heads * heads.head_size
         sizes = {"query": keys * heads.queries_per_kv, "key": keys, "value": keys}
         matrices: dict[str, Weight] = {}
-        for stack, fields in STACKED.items():
+        for stack, parts in STACKED.items():
             if (name := f"{layer}.{stack}.weight") in self.names:
                 whole, start = self.matrix(name), 0
-                for field in fields:
-                    end = start + sizes.get(field, len(whole) // len(fields))
+                for field in parts:
+                    end = start + sizes.get(field, len(whole) // len(parts))
                     matrices[field], start = whole[start:end], end
         single = {field: name for field, name in MATRICES.items() if field not in matrices}
         return matrices | {field: self.matrix(f"{layer}.{name}.weight") for field, name in single.items()}
@@ -157,7 +157,7 @@ def product_numerics(device: torch.device) -> str:
 
 
 def packs_on(device: str) -> bool:
-    """Whether packed weights are multiplied there as they are: by native code, or by Triton's kernels for NVIDIA GPUs."""
+    """Whether packed weights are multiplied as they are: by native code, or on an NVIDIA GPU by Triton's kernels."""
     kind = torch.device(device).type
     return kind == "cpu" or (kind == "cuda" and importlib.util.find_spec("triton") is not None)
 
@@ -207,6 +207,8 @@ class PackedModel(TransformersModel):
     ) -> tuple[Network, KVCache]:
         """Beside the packed weights there is one layer in main memory, and one product's weights on the device."""
         network, dtype = self._parts, weights.dtype
+        assert network.variant == LLAMA, "kernels have Llama's layers alone"
+        assert network.norms == NORMS, "kernels have Llama's layers alone"
 
         def placed(name: str) -> Matrix:
             [matrix] = on_device([weights.matrix(name)], device, dtype)
@@ -254,7 +256,9 @@ class PackedModel(TransformersModel):
 def _layer_on_device(layer: LayerWeights[Weight], device: torch.device, dtype: torch.dtype) -> LayerWeights[Any]:
     """Matrices that are multiplied together are placed together."""
     vectors = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    placed: dict[str, Any] = {name: each.to(device, dtype) for name, each in vectors.items() if isinstance(each, Tensor)}
+    placed: dict[str, Any] = {
+        name: each.to(device, dtype) for name, each in vectors.items() if isinstance(each, Tensor)
+    }
     for names in (*STACKED.values(), ("output",), ("down",)):
         placed |= zip(names, on_device([getattr(layer, name) for name in names], device, dtype), strict=True)
     return replace(layer, rotary=None, **placed)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -21,8 +20,9 @@ MOST_SHARED = 227 * 1024
 
 
 class Launch(NamedTuple):
-    """A kernel's arguments by name, beside what only its launch takes."""
+    """A kernel's arguments by name, and what only its launch takes."""
 
+    kernel: Any
     arguments: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -39,26 +39,27 @@ class RecordedKernel:
     """Stands for a kernel: keeps its launches, and computes nothing."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self._names, self._launches = kernel.arg_names, launches
+        self._kernel, self._launches = kernel, launches
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*given: Any, **named: Any) -> None:
-            arguments = dict(zip(self._names, given, strict=False)) | named
+            arguments = dict(zip(self._kernel.arg_names, given, strict=False)) | named
             options = {name: arguments.pop(name) for name in ("num_warps", "num_stages") if name in arguments}
-            self._launches.append(Launch(arguments, options))
+            self._launches.append(Launch(self._kernel, arguments, options))
 
         return launch
 
 
-def compiled(kernel: Any, launch: Launch, folder: Path) -> Compiled:
-    """`kernel` as a launch with these arguments would compile it. Skips the test where Triton has no compiler."""
-    triton = pytest.importorskip("triton")
+def compiled(launch: Launch, folder: Path) -> Compiled:
+    """The kernel as this launch would compile it."""
+    import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names, types, constants, aligned = kernel.arg_names, {}, {}, {}
-    for n, (name, parameter) in enumerate(zip(names, kernel.params, strict=True)):
+    kernel, types, constants, aligned = launch.kernel, {}, {}, {}
+    for n, parameter in enumerate(kernel.params):
+        name = parameter.name
         value = launch.arguments[name]
         if isinstance(value, Tensor):
             types[name] = TYPES[value.dtype]

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
-from paceline.model.gpu.packed_matrix import LANES, UNIT, PackedMatrix
+from paceline.model.gpu.packed_formats import Planes
 from paceline.model.native.build import NativeUnavailableError
 
 ROWS = 64
@@ -35,22 +35,22 @@ ADDED = 1024
 """Numbers of a program that adds parts."""
 WARPS, STAGES = 4, 2
 """A program has 76 KB of shared memory with integers of 4 bits, and four stages 160: too much for a neighbour."""
-IQ4_LOW: tl.constexpr = tl.constexpr(int.from_bytes(bytes(v & 255 for v in (-127, -104, -83, -65, -49, -35, -22, -10)), "little", signed=True))
-IQ4_HIGH: tl.constexpr = tl.constexpr(int.from_bytes(bytes((1, 13, 25, 38, 53, 69, 89, 113)), "little"))
+IQ4_LOW = tl.constexpr(0x_F6EA_DDCF_BFAD_9881 - 2**64)
+IQ4_HIGH = tl.constexpr(0x_7159_4535_2619_0D01)
 """Values of llama.cpp's sixteen non-linear codes (ggml/src/ggml-common.h), a byte each."""
 
 
 class PackedProduct:
     """`x @ weight.T + bias`. A row's bits do not depend on the number of rows."""
 
-    def __init__(self, weights: Sequence[Tensor | PackedMatrix], bias: Tensor | None) -> None:
+    def __init__(self, weights: Sequence[Tensor | Planes], bias: Tensor | None) -> None:
         """Weights [out, in] are stacked; at least one is packed. `bias` [out].
 
         Raises `NativeUnavailableError` if Triton compiles nothing for this device.
         """
         self._weights, self._bias = weights, bias
         self._ends = list(accumulate(map(len, weights), initial=0))
-        packed = next(each for each in weights if isinstance(each, PackedMatrix))
+        packed = next(each for each in weights if isinstance(each, Planes))
         try:
             self(torch.zeros(1, packed.shape[1], dtype=packed.dtype, device=packed.device))
         except (TritonError, SubprocessError) as error:  # this GPU lacks what it takes, or the C compiler failed
@@ -61,7 +61,7 @@ class PackedProduct:
         y = torch.empty(len(x), self._ends[-1], dtype=x.dtype, device=x.device)
         for weight, (start, end) in zip(self._weights, pairwise(self._ends), strict=True):
             bias = None if self._bias is None else self._bias[start:end]
-            if isinstance(weight, PackedMatrix):
+            if isinstance(weight, Planes):
                 _multiply(x.contiguous(), weight, bias, y[:, start:end])
             else:
                 y[:, start:end] = F.linear(x, weight, bias)
@@ -74,7 +74,7 @@ def input_splits(outputs: int, units: int) -> int:
     return -(-units // -(-units // wanted))
 
 
-def look_up(matrix: PackedMatrix, rows: Tensor) -> Tensor:
+def look_up(matrix: Planes, rows: Tensor) -> Tensor:
     """See `PackedMatrix.lookup`."""
     found = torch.empty(len(rows), matrix.shape[1], dtype=matrix.dtype, device=rows.device)
     if len(rows):
@@ -82,7 +82,7 @@ def look_up(matrix: PackedMatrix, rows: Tensor) -> Tensor:
     return found
 
 
-def _multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None, y: Tensor) -> None:
+def _multiply(x: Tensor, matrix: Planes, bias: Tensor | None, y: Tensor) -> None:
     """y [R, out], whose rows may be apart."""
     (out, width), units, rows = matrix.shape, len(matrix.codes), len(x)
     splits = input_splits(out, units)
@@ -111,7 +111,7 @@ def _multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None, y: Tensor) -
         _add_parts[triton.cdiv(out, ADDED), rows](parts, y, bias, rows, out, y.stride(0), splits, ADDED=ADDED)
 
 
-def _planes(matrix: PackedMatrix) -> dict[str, Any]:
+def _planes(matrix: Planes) -> dict[str, Any]:
     """What `_numbers` takes of a matrix."""
     form = matrix.format
     return {
