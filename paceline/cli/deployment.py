@@ -16,6 +16,7 @@ from paceline import family
 from paceline.cli import cpu_affinity
 from paceline.cli.supervised_process import Program
 from paceline.config import (
+    LOOKUP_METHODS,
     MAPPING_HINT,
     METHODS_READ_FROM_CHECKPOINT,
     MODEL_METHODS,
@@ -155,6 +156,15 @@ class Deployment(DeploymentOptions):
     def _draft_devices(self, index: int) -> list[str]:
         named, size = self.speculation.draft_devices, self.speculation.draft_tensor_parallel_size
         return [named[(index * size + rank) % len(named)] if named else self.engine.device for rank in range(size)]
+
+    @property
+    def shared_accelerators(self) -> list[str]:
+        """Accelerators on which both targets and draft workers compute: one process at a time."""
+        if self.speculation.method in LOOKUP_METHODS:  # they compute on the CPU
+            return []
+        targets = {_numbered(device) for index in range(len(self.targets)) for device in self._target_devices(index)}
+        drafts = {_numbered(device) for index in range(len(self.drafts)) for device in self._draft_devices(index)}
+        return sorted((targets & drafts) - {"cpu"})
 
     def _workers_on(self, devices: Sequence[str]) -> tuple[int, int]:
         """Processes of targets and of drafts on the fullest of these devices."""

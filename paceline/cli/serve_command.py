@@ -41,6 +41,13 @@ def serve(options: DeploymentOptions, redis_url: str | None) -> int:
     deployment = _planned(options)
     if not deployment.speculation.enabled:
         log.info('decoding plainly; to speculate, give --speculative-config \'{"method": "ngram"}\', or a draft_model')
+    if shared := deployment.shared_accelerators:
+        inside = "" if options.vllm is not None else ', or put it into the target with "draft_placement": "target"'
+        log.warning(
+            "target and draft worker take turns on %s, so drafting delays verification: give the draft other devices "
+            "with draft_devices in --speculative-config%s",
+            *(", ".join(shared), inside),
+        )
     return asyncio.run(_serve(deployment, redis_url, console))
 
 

@@ -1,4 +1,4 @@
-"""The memory of a device, within the container's limit."""
+"""The device of a process' model, and its memory within the container's limit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ import torch
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def use_device(name: str) -> torch.device:
+    """The device called `name`, such as cpu, cuda or cuda:1, for this thread's model.
+
+    A GPU becomes the current one, on which streams, pinned memory and libraries begin. `cuda` is the first GPU. Raises
+    ValueError for a device that cannot be used.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here, choose another such as 'cpu': {error}") from error
+    return device
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -24,7 +24,7 @@ from paceline.model.checkpoint import (
     first_sentence,
 )
 from paceline.model.decoder import make_model
-from paceline.model.device_memory import gigabytes
+from paceline.model.device_memory import gigabytes, use_device
 from paceline.model.model import Model, ModelInfo, TransformersModel
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
@@ -125,7 +125,7 @@ def _load_tensor_parallel(name: str, config: EngineConfig) -> Model:
 def _plan(name: str, config: EngineConfig) -> TpPlan:
     from paceline.model.parallel.sharding import tp_plan_for
 
-    if _device(config.device).type == "cpu" and torch.accelerator.is_available():
+    if use_device(config.device).type == "cpu" and torch.accelerator.is_available():
         raise ValueError(
             "transformers shares a model among a machine's accelerators if it has any: name them as devices, or hide "
             "them, for example with CUDA_VISIBLE_DEVICES="
@@ -164,7 +164,7 @@ def build(
     """
     set_up_transformers()
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    network = network.to(_device(config.device)).eval().requires_grad_(False)
+    network = network.to(use_device(config.device)).eval().requires_grad_(False)
     positions = positions_of(settings, name, config.max_model_len)
     max_model_len = config.max_model_len or positions
     fix_rope_frequencies(network, max_model_len)
@@ -367,7 +367,7 @@ def is_harmless(key: str, settings: Any, *, tower: bool) -> bool:
 
 def dtype_of(config: Any, engine: EngineConfig) -> torch.dtype:
     """The dtype of weights, keys and values. Raises ValueError for float16 on a CPU."""
-    on_cpu = _device(engine.device).type == "cpu"
+    on_cpu = use_device(engine.device).type == "cpu"
     if engine.dtype == "float16" and on_cpu:
         raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
     if engine.dtype != "auto":
@@ -389,15 +389,6 @@ def _check_layers(name: str, settings: Any) -> None:
             f"{name} has layers of the kind {others[0]}: choose a model with full or sliding attention in every layer, "
             "since others keep a state that cannot be rolled back when a guess is refused"
         )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here, choose another such as 'cpu': {error}") from error
-    return device
 
 
 def end_tokens(path: Path, config: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from hashlib import blake2b
@@ -19,6 +20,9 @@ VECTORS = ("sse", "avx", "amx", "fma", "f16c")
 """Prefixes of the CPU flags that torch's libraries choose kernels by."""
 VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 """Environment variables that change that choice."""
+GPU_VARIABLES = ("CUBLAS", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "TORCH_BLAS_PREFER", "DISABLE_ADDMM_CUDA_LT")
+"""Beginnings of the names of environment variables that change what cuBLAS, or torch for it, chooses on a GPU."""
+MAPS = Path("/proc/self/maps")
 
 
 def numerics_of(model: TransformersModel, quantization: str) -> str:
@@ -26,7 +30,8 @@ def numerics_of(model: TransformersModel, quantization: str) -> str:
 
     Equal lines mean equal bits, given the same weights and rows. The native pass sums in one order on every machine
     with its instruction set. Torch's libraries choose kernels by the CPU, and may split sums among threads: MKL does in
-    float32, unless `MKL_CBWR` is STRICT (32 rows of 8,192 numbers, torch 2.13).
+    float32, unless `MKL_CBWR` is STRICT (32 rows of 8,192 numbers, torch 2.13). cuBLAS chooses kernels, and whether to
+    split sums, by its version, its variables and torch's settings.
     `quantization`: of the weights, such as `quantization_of` gives.
     """
     device = model.device
@@ -61,11 +66,35 @@ def quantization_of(config: Any) -> str:
 
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
+        return ", ".join((f"cuda {torch.cuda.get_device_name(device)}", *_matrix_products()))
     if device.type != "cpu":
         return device.type
     flags = sorted(flag for flag in cpu_flags() if flag.startswith(VECTORS))
     return f"cpu {cpu_name()}, instructions {_digest(' '.join(flags))}"
+
+
+def _matrix_products() -> list[str]:
+    """The library for products on a GPU, and all that its choices depend on: torch's settings and variables."""
+    settings = torch.backends.cuda.matmul
+    library = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
+    reduced = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+    split = [  # without the setting, before torch 2.11, sums may be split
+        getattr(settings, f"allow_{dtype}_reduced_precision_reduction_split_k", True) for dtype in ("bf16", "fp16")
+    ]
+    flags = "".join(str(int(flag)) for flag in (*reduced, *split, settings.allow_fp16_accumulation))
+    variables = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(GPU_VARIABLES)]
+    return [_cublas(), f"{library} {flags} {settings.fp32_precision}", *variables]
+
+
+def _cublas() -> str:
+    """cuBLAS as this process has loaded it."""
+    lines = MAPS.read_text(encoding="utf-8").splitlines() if MAPS.is_file() else []
+    files = [path for *_, path in (line.split(maxsplit=5) for line in lines) if "/libcublasLt.so" in path]
+    if not files:
+        return f"cuBLAS of CUDA {torch.version.cuda}"
+    version = ctypes.CDLL(files[0]).cublasLtGetVersion
+    version.restype = ctypes.c_size_t
+    return f"cuBLASLt {version()}"
 
 
 def cpu_name() -> str:

@@ -75,7 +75,7 @@ def find_kernels(heads: Heads, dtype: torch.dtype, device: torch.device, wanted:
         try:
             kernel: PagedAttention = importlib.import_module(module).flash_attn_with_kvcache
             attend_once(kernel, heads, dtype, device)
-        except (ImportError, OSError, RuntimeError) as error:  # another torch, or a build without what is needed here
+        except (ImportError, OSError, RuntimeError, ValueError) as error:  # another torch, or a build for other GPUs
             log.warning("%s is left out: %s", package, error)
         else:
             yield AttentionKernel(package, kernel)

@@ -72,13 +72,20 @@ def _one_by_one(model: Model, tokens: Sequence[int], table: SlotTable, slots: It
     return logits
 
 
+class Output(Protocol):
+    """A `ModelOutput`, or a head's."""
+
+    @property
+    def logits(self) -> torch.Tensor: ...
+
+
 class Measurable(Protocol):
     """A `Model`, or a head's network with the same three members."""
 
     slots: int
     max_model_len: int
 
-    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object: ...
+    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> Output: ...
 
 
 def measure_row_cost(model: Measurable, most: int, repeats: int = 5, context: int = PROBE_CONTEXT) -> RowCost:
@@ -90,7 +97,7 @@ def measure_row_cost(model: Measurable, most: int, repeats: int = 5, context: in
     context = _context_length(model, context)
     table = SlotTable(range(1, context + 1))
     for start in range(0, context, ROW_COUNTS[-1]):
-        model.run([table.row(0, i) for i in range(start, min(start + ROW_COUNTS[-1], context))], [])
+        finish(model.run([table.row(0, i) for i in range(start, min(start + ROW_COUNTS[-1], context))], []).logits)
     counts = [n for n in ROW_COUNTS if n <= min(most, model.slots // 4)]
     guesses = _guesses(model, max(counts), context)
     # Round robin, and the fastest of each: other processes on this machine then hardly distort the curve. The longest
@@ -127,10 +134,8 @@ def _context_length(model: Measurable, longest: int) -> int:
 
 
 def _timed(model: Measurable, rows: Sequence[Row]) -> float:
-    _finish_all()
     start = time.perf_counter()
-    model.run(rows, range(len(rows)))
-    _finish_all()
+    finish(model.run(rows, range(len(rows))).logits)
     return time.perf_counter() - start
 
 
@@ -138,9 +143,3 @@ def finish(logits: torch.Tensor) -> None:
     """Wait for the pass that computes them: an accelerator runs asynchronously."""
     if not logits.is_cpu:
         torch.accelerator.synchronize(logits.device)
-
-
-def _finish_all() -> None:
-    """An accelerator runs asynchronously."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint
+from paceline.model.device_memory import use_device
 from paceline.model.layers import Linear
 from paceline.model.rope import positions_in
 from paceline.model_names import resolve_model
@@ -60,19 +61,19 @@ def load_target_weights(
 ) -> TargetWeights:
     """Read both matrices from the checkpoint of `model`. `dtype` None: the embedding's.
 
-    Raises `ModelNotFoundError`, or ValueError if the checkpoint lacks either matrix.
+    Raises `ModelNotFoundError`, or ValueError if the device cannot be used or the checkpoint lacks either matrix.
     """
     from paceline.model.transformers_setup import model_config
 
-    folder = Path(resolve_model(model))
+    folder, on = Path(resolve_model(model)), use_device(device)
     whole = model_config(folder, device)  # no code is needed
     config: Any = whole.get_text_config(decoder=True)
     checkpoint = Checkpoint(folder)
-    embedding = checkpoint.tensor(checkpoint.find_required("embed_tokens.weight"), dtype, device)
+    embedding = checkpoint.tensor(checkpoint.find_required("embed_tokens.weight"), dtype, on)
     name = checkpoint.find("lm_head.weight")
     if name is None and not config.tie_word_embeddings:
         raise ValueError(f"the model in {folder} has no lm_head.weight, and does not tie it to the embedding")
-    output = Linear(embedding if name is None else checkpoint.tensor(name, embedding.dtype, device))
+    output = Linear(embedding if name is None else checkpoint.tensor(name, embedding.dtype, on))
     return TargetWeights(
         embedding=lambda: embedding,
         output=output,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
 
 from paceline.model import paged_attention
 from paceline.model.attention import KVCache, Pass, TorchPass
@@ -50,7 +53,8 @@ class TorchAttention:
             version = importlib.metadata.version(self.kernel.package)
         except importlib.metadata.PackageNotFoundError:
             version = "of an unknown version"
-        return f"{self.kernel.package} {version}{', CUDA graphs' if self.graphs else ''}"
+        kernels = f"{self.kernel.package} {version}, kernels {source_digest(self.kernel.attend)}"
+        return f"{kernels}{', CUDA graphs' if self.graphs else ''}"
 
     def start_pass(self, rows: Sequence[Row]) -> Pass:
         if self.kernel is None:
@@ -65,3 +69,9 @@ class TorchAttention:
             return None
         longest = min(longest, self.cache.slot_count)  # no path has more positions than there are slots
         return PassGraphs(forward, self.cache, self.kernel.attend, longest, windows, CudaCapture(self.cache.device))
+
+
+def source_digest(function: Callable[..., Any]) -> str:
+    """A hash of the file that `function` is written in."""
+    source = inspect.getsource(inspect.getmodule(function) or function)
+    return blake2b(source.encode(), digest_size=4).hexdigest()

@@ -9,14 +9,14 @@ Shape suffixes: R rows, S sequences, N columns of a table, H query heads, K key-
 
 from __future__ import annotations
 
-from subprocess import SubprocessError
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.errors import TritonError
+
+from paceline.model.gpu.launch import launch
 
 SMALLEST_DOT = 16
 """Rows and columns of the smallest product that Triton has."""
@@ -57,32 +57,31 @@ def flash_attn_with_kvcache(
     block = max(BLOCK_QUERIES, triton.next_power_of_2(queries_per_kv))
     positions = min(64, max(SMALLEST_DOT, BLOCK_BYTES // (padded * q.dtype.itemsize)))
     grid = (triton.cdiv(max_seqlen_q * queries_per_kv, block), kv_heads, sequences)
-    try:
-        _attend[grid](
-            rows,
-            k_cache,
-            v_cache,
-            page_table,
-            cache_seqlens,
-            cu_seqlens_q,
-            out,
-            weight,
-            softmax_scale,
-            softcap,
-            *rows.stride()[:2],
-            k_cache.stride(0),
-            k_cache.stride(2),
-            page_table.stride(0),
-            QUERIES_PER_KV=queries_per_kv,
-            SIZE=size,
-            PADDED_SIZE=padded,
-            BLOCK=block,
-            POSITIONS=positions,
-            CAPPED=softcap != 0.0,
-            VARLEN=varlen,
-        )
-    except (TritonError, SubprocessError) as error:  # this GPU lacks what it takes, or the C compiler failed
-        raise RuntimeError(f"Triton: {error}") from error
+    launch(
+        _attend,
+        grid,
+        rows,
+        k_cache,
+        v_cache,
+        page_table,
+        cache_seqlens,
+        cu_seqlens_q,
+        out,
+        weight,
+        softmax_scale,
+        softcap,
+        *rows.stride()[:2],
+        k_cache.stride(0),
+        k_cache.stride(2),
+        page_table.stride(0),
+        QUERIES_PER_KV=queries_per_kv,
+        SIZE=size,
+        PADDED_SIZE=padded,
+        BLOCK=block,
+        POSITIONS=positions,
+        CAPPED=softcap != 0.0,
+        VARLEN=varlen,
+    )
     return (out, weight.T) if varlen else (out.unsqueeze(1), weight.unsqueeze(-1))
 
 

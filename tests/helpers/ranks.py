@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 def by_index(ranks: TensorParallelGroup, partial: Tensor) -> Tensor:
     """The sum of a ring: the buffer has one piece per rank, and each piece's sum starts with another rank."""
-    parts = ranks._gathered(partial.contiguous()).float().view(ranks.size, -1)
+    parts = ranks._gathered(partial).float().view(ranks.size, -1)
     pieces = [
         sum((piece[(first + i) % ranks.size] for i in range(1, ranks.size)), piece[first])
         for first, piece in enumerate(parts.tensor_split(ranks.size, -1))

@@ -39,6 +39,7 @@ ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 FLASH = ("unit/model/test_paged_attention.py",)
 TRITON = ("unit/model/test_triton_attention.py",)
 LOADING_PEAK = ("unit/model/test_loading_peak.py",)
+RANKS = ("unit/model/test_tensor_parallel_group.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
@@ -471,6 +472,48 @@ MUTANTS = (
         "if not usual_s and self.passes is NOT_MEASURED:",
         "if usual_s and self.passes is NOT_MEASURED:",
         ("unit/core/test_step_cost.py",),
+    ),
+    Mutant(
+        "a kernel is started on the current GPU",
+        "paceline/model/gpu/launch.py",
+        "torch.cuda.device_of(first)",
+        "torch.cuda.device(-1)",
+        ("unit/model/test_devices.py",),
+    ),
+    Mutant(
+        "numerics name no version of cuBLAS",
+        "paceline/model/numerics.py",
+        'return f"cuBLASLt {version()}"',
+        'return "cuBLASLt"',
+        ("unit/model/test_numerics.py",),
+    ),
+    Mutant(
+        "ranks keep the end of a table that was filled anew",
+        "paceline/model/parallel/row_codec.py",
+        "            table.truncate(kept)\n",
+        "",
+        ("unit/model/test_row_codec.py",),
+    ),
+    Mutant(
+        "ranks get a table's new length, and not its other slots",
+        "paceline/model/parallel/row_codec.py",
+        "    if a[:shorter] == b[:shorter]:\n        return shorter\n",
+        "    return shorter\n",
+        ("unit/model/test_row_codec.py",),
+    ),
+    Mutant(
+        "a pass over nccl is taken as computed when it has started",
+        "paceline/model/tensor_parallel_model.py",
+        "            self._group.ranks.wait_for(output.logits)\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
+        "nccl's watchdog ends a process that waits for a late rank",
+        "paceline/model/parallel/tensor_parallel_group.py",
+        'os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"',
+        "pass",
+        RANKS,
     ),
     Mutant(
         "Triton: a larger score leaves earlier sums as they are",

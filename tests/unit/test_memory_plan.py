@@ -238,7 +238,7 @@ def test_a_gpu_s_memory_is_what_cuda_says(target: Path, monkeypatch: pytest.Monk
         return 10 * GIB, 80 * GIB
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    monkeypatch.setattr("paceline.model.loading._device", torch.device)
+    monkeypatch.setattr("paceline.model.loading.use_device", torch.device)
     engine = EngineConfig(device="cuda:1", max_num_seqs=48)
     assert planned(target, engine) == 48 * 512
     assert asked == [torch.device("cuda:1")]

@@ -105,5 +105,5 @@ class _HeadProbe:
         self._feature = network.encode(states)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object:
+    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> RowOutput:
         return self._network.run(rows, self._feature.expand(len(rows), -1), wanted)

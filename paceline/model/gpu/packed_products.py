@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
+from paceline.model.gpu.launch import launch
 from paceline.model.gpu.packed_formats import Planes
 from paceline.model.native.build import NativeUnavailableError
 
@@ -53,8 +54,10 @@ class PackedProduct:
         packed = next(each for each in weights if isinstance(each, Planes))
         try:
             self(torch.zeros(1, packed.shape[1], dtype=packed.dtype, device=packed.device))
-        except (TritonError, SubprocessError) as error:  # this GPU lacks what it takes, or the C compiler failed
-            raise NativeUnavailableError(f"Triton: {error}") from error
+        except RuntimeError as error:  # this GPU lacks what it takes, or the C compiler failed
+            if not isinstance(error.__cause__, TritonError | SubprocessError):
+                raise
+            raise NativeUnavailableError(str(error)) from error
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [R, in] → [R, out], in x's dtype."""
@@ -78,7 +81,7 @@ def look_up(matrix: Planes, rows: Tensor) -> Tensor:
     """See `PackedMatrix.lookup`."""
     found = torch.empty(len(rows), matrix.shape[1], dtype=matrix.dtype, device=rows.device)
     if len(rows):
-        _look_up[len(rows), len(matrix.codes)](rows, found, *matrix.shape, **_planes(matrix))
+        launch(_look_up, (len(rows), len(matrix.codes)), rows, found, *matrix.shape, **_planes(matrix))
     return found
 
 
@@ -90,8 +93,9 @@ def _multiply(x: Tensor, matrix: Planes, bias: Tensor | None, y: Tensor) -> None
         return
     alone = splits == 1
     parts = y if alone else torch.empty(splits, rows, out, dtype=torch.float32, device=x.device)
-    grid = triton.cdiv(out, OUTPUTS), splits, triton.cdiv(rows, ROWS)
-    _product[grid](
+    launch(
+        _product,
+        (triton.cdiv(out, OUTPUTS), splits, triton.cdiv(rows, ROWS)),
         x,
         parts,
         bias if alone else None,
@@ -108,7 +112,8 @@ def _multiply(x: Tensor, matrix: Planes, bias: Tensor | None, y: Tensor) -> None
         num_stages=STAGES,
     )
     if not alone:
-        _add_parts[triton.cdiv(out, ADDED), rows](parts, y, bias, rows, out, y.stride(0), splits, ADDED=ADDED)
+        grid = triton.cdiv(out, ADDED), rows
+        launch(_add_parts, grid, parts, y, bias, rows, out, y.stride(0), splits, ADDED=ADDED)
 
 
 def _planes(matrix: Planes) -> dict[str, Any]:

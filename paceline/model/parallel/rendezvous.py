@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from paceline.config import EngineConfig
 from paceline.config.settings import Settings
 from paceline.host_port import HostPort
+from paceline.model.device_memory import use_device
 from paceline.model.parallel import RankLostError, RendezvousError
 from paceline.model.parallel.rank_monitor import RankMonitor, RankMonitorListener, connect_to_rank_zero, exit_process
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
@@ -69,6 +70,7 @@ class RankGroup:
         self.ranks.lost = True
         if not self._over:
             self._monitor.abort()
+            self.ranks.abort()
             self._end()
 
     def _end(self) -> None:
@@ -127,10 +129,14 @@ def join_rank_group(
         raise RendezvousError(f"rank {rank} could not join at {address}: start rank 0 there first ({error})") from error
     engine = config.engine.model_copy(update={} if device is None else {"device": device})
     monitor = RankMonitor({0: end}, lost)
+    ranks: TensorParallelGroup | None = None
     try:
-        yield _init_process_group(address, store, rank, engine), config.model_copy(update={"engine": engine})
+        ranks = _init_process_group(address, store, rank, engine)
+        yield ranks, config.model_copy(update={"engine": engine})
     except BaseException:
         monitor.abort()  # rank 0 may be waiting for this rank
+        if ranks is not None:
+            ranks.abort()
         raise
     else:
         monitor.close()
@@ -151,11 +157,9 @@ def _store(address: HostPort, *, is_rank_zero: bool) -> TCPStore:
 
 
 def _init_process_group(address: HostPort, store: TCPStore, rank: int, engine: EngineConfig) -> TensorParallelGroup:
-    device = torch.device(engine.device)
+    device = use_device(engine.device)  # before nccl begins on the current one
     if device.type == "cuda":
-        index = device.index or 0
-        os.environ["LOCAL_RANK"] = str(index)  # transformers loads a shard to this device
-        torch.cuda.set_device(index)
+        os.environ["LOCAL_RANK"] = str(device.index or 0)  # transformers loads a shard to this device
     if address.loopback:
         _use_loopback_interface()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

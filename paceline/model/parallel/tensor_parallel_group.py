@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,8 +18,13 @@ from paceline.model.parallel import RankLostError, RendezvousError
 
 NO_TIMEOUT = timedelta(days=365)
 """Passes may be hours apart. `rank_monitor` notices a lost rank 0."""
-NUMERICS_BYTES = 512
+NUMERICS_BYTES = 1024
 """Length of the numerics line that ranks compare."""
+POLL_S = 2e-5
+"""How long to sleep before a GPU is asked again whether it has computed a pass."""
+
+gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch has renamed it in 2.13."""
 
 
 @dataclass(slots=True)
@@ -29,6 +37,7 @@ class TensorParallelGroup:
     """For CPU tensors. Ranks wait for rank 0 without a timeout."""
     _device_group: Any
     """For tensors on the model's device. Ranks are in the same pass and wait at most the pass timeout."""
+    _pass_timeout_s: float
     lost: bool = False
     """Whether a rank is lost, or in another pass than the others."""
 
@@ -39,9 +48,11 @@ class TensorParallelGroup:
         A broadcast waits until the other ranks receive it, so rank 0 has the timeout between passes, too.
         """
         timeout = timedelta(seconds=pass_timeout_s)
+        if device.type == "cuda":  # else its watchdog ends this process once a rank is late: `wait_for` notices that
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         passes = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         rows = dist.new_group(backend="gloo", timeout=timeout if dist.get_rank() == 0 else NO_TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), rows, passes)
+        return cls(dist.get_rank(), dist.get_world_size(), rows, passes, pass_timeout_s)
 
     def barrier(self, numerics: str) -> None:
         """Wait until all ranks have loaded, up to the default group's timeout.
@@ -77,10 +88,10 @@ class TensorParallelGroup:
         from another rank on, and the number of rows decides where chunks end. A row's result would then depend on the
         other rows. So the parts are gathered, and added in rank order, in float32.
         """
-        parts = self._gathered(partial.contiguous())
+        parts = self._gathered(partial)
         total = parts[0].float()
         for part in parts[1:]:
-            total = total + part.float()
+            total += part
         return total.to(partial.dtype)
 
     def all_gather(self, columns: Tensor, width: int) -> Tensor:
@@ -125,8 +136,33 @@ class TensorParallelGroup:
         """Each rank's tensor, [ranks, ...]."""
         parts = part.new_empty(self.size, *part.shape)
         try:
-            dist.all_gather(list(parts), part, group=self._device_group)
+            gather(parts.view(-1), part.contiguous().view(-1), group=self._device_group)
         except RuntimeError as error:
             self.lost = True
             raise RankLostError(f"rank {self.rank} lost its replica in the middle of a pass: {error}") from error
         return parts
+
+    def wait_for(self, outputs: Tensor) -> None:
+        """Wait until a pass's outputs are computed. Raises `RankLostError` if another rank is late.
+
+        gloo waits, and raises, in each collective. nccl only starts collectives there: the GPU waits for the other
+        ranks, without a timeout.
+        """
+        if outputs.is_cpu:
+            return
+        computed = torch.cuda.Event()
+        computed.record(torch.cuda.current_stream(outputs.device))
+        deadline = time.monotonic() + self._pass_timeout_s
+        while not computed.query():
+            if time.monotonic() > deadline:
+                self.lost = True
+                raise RankLostError(
+                    f"rank {self.rank} lost its replica in the middle of a pass: "
+                    f"another rank is late by {self._pass_timeout_s:.0f} s"
+                )
+            time.sleep(POLL_S)
+
+    def abort(self) -> None:
+        """End what waits for the other ranks on a GPU, which this process could not leave. They are lost."""
+        self.lost = True
+        self._device_group.abort()

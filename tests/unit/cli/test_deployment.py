@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import serve_command
 from paceline.cli.cpu_affinity import available, cores_by_target
 from paceline.cli.deployment import (
     LOOPBACK,
@@ -147,6 +148,44 @@ def test_a_draft_has_its_own_context_and_device() -> None:
         (each["engine-config"]["max_model_len"], each["engine-config"]["device"]) for each in (target, *drafts)
     ]
     assert configured == [(128, "cpu"), (None, "cuda:0"), (None, "cuda:1"), (None, "cuda:0")]
+
+
+@pytest.mark.parametrize(
+    ("device", "draft", "shared"),
+    [
+        ("cuda", {}, ["cuda:0"]),
+        ("cuda:1", {}, ["cuda:1"]),
+        ("cuda", {"draft_devices": ("cuda:1", "cuda:0")}, ["cuda:0"]),
+        ("cuda:0", {"draft_devices": ("cuda:1", "cuda:2")}, []),
+        ("cuda", {"draft_placement": "target"}, []),
+        ("cuda", {"method": "ngram", "model": None}, []),
+        ("cpu", {}, []),
+    ],
+)
+def test_a_gpu_of_target_and_draft_is_known(device: str, draft: dict[str, object], shared: list[str]) -> None:
+    deployment = plan(PAIR.model_copy(update=draft), engine=EngineConfig(device=device), draft_workers=2)
+    assert deployment.shared_accelerators == shared
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_a_draft_on_its_target_s_gpu_is_warned_about(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two processes alternate there by time slices, never at once."""
+
+    async def served(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr(serve_command, "_serve", served)
+    monkeypatch.setattr(serve_command, "_log_to", lambda console: None)
+    assert serve_command.serve(DeploymentOptions("table:64", PAIR, EngineConfig(device=device)), None) == 0
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    if device == "cpu":
+        assert warnings == []
+    else:
+        [line] = warnings
+        assert "take turns on cuda:1, " in line
+        assert 'draft_devices in --speculative-config, or put it into the target with "draft_placement"' in line
 
 
 def test_each_model_has_its_own_rendezvous() -> None:

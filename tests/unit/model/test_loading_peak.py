@@ -157,7 +157,7 @@ def test_large_models_load_on_80_gb_at_their_own_length(
 ) -> None:
     """With all slots that are planned."""
     monkeypatch.setattr(memory_plan, "device_memory", lambda device: H100)
-    monkeypatch.setattr("paceline.model.loading._device", torch.device)
+    monkeypatch.setattr("paceline.model.loading.use_device", torch.device)
     monkeypatch.setattr("paceline.model.gpu.memory.kernel_attends", lambda heads, device: True)
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib
 import os
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,17 +21,19 @@ from paceline.config.engine_config import KVCacheDtype
 from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.model import load
+from paceline.model import numerics as numerics_module
 from paceline.model.loading import build
 from paceline.model.native.build import native_description
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.numerics import numerics_of, quantization_of
+from paceline.model.torch_attention import source_digest
 from paceline.v1 import target_pb2
 from paceline.wire.target_codec import decode_target_description, encode_target_description
 from paceline_services.target.engine_process import model_facts
 from paceline_services.target.target_worker import target_description, worker_record
 from tests.exactness.test_rows import network
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.flash_attention import use_stand_ins
+from tests.helpers.flash_attention import flash_attn_with_kvcache, use_stand_ins
 from tests.helpers.llamas import peaked_llama
 from tests.helpers.targets import FREE
 
@@ -83,7 +88,72 @@ def test_the_line_has_what_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeLibrary, "_instance", None)
     use_stand_ins(monkeypatch)
     line = build(network("llama", torch.float32), "llama", CONFIG, "", []).numerics
-    assert line.startswith("torch operators, flash_attn_3 of an unknown version, CUDA graphs, threads=")
+    attention = f"flash_attn_3 of an unknown version, kernels {source_digest(flash_attn_with_kvcache)}, CUDA graphs"
+    assert line.startswith(f"torch operators, {attention}, threads=")
+
+
+def test_the_hash_of_kernels_follows_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = []
+    for name, split in (("kernels_a", 1), ("kernels_b", 2), ("kernels_c", 1)):
+        (tmp_path / f"{name}.py").write_text(f"SPLIT = {split}\n\n\ndef attend(): ...\n")
+        digests.append(source_digest(importlib.import_module(name).attend))
+    assert digests[0] == digests[2] != digests[1]
+
+
+class Cublas:
+    """A GPU of this machine, and cuBLAS as this process has loaded it."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.version = 120804
+        maps = folder / "maps"
+        maps.write_text(
+            "7f00-7f01 r-xp 00000000 08:01 17\n7f01-7f02 r-xp 00000000 08:01 17    /a b/libcublasLt.so.12 (deleted)\n"
+        )
+        patch.setattr(numerics_module, "MAPS", maps)
+        patch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(cublasLtGetVersion=lambda: self.version))
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+        for name in os.environ:
+            if name.startswith(numerics_module.GPU_VARIABLES):
+                patch.delenv(name)
+
+    def line(self) -> str:
+        cache = SimpleNamespace(attention_name="triton 3.8.0, kernels 1a2b3c4d", is_int8=False)
+        model: Any = SimpleNamespace(
+            **{"device": torch.device("cuda:1"), "dtype": torch.bfloat16, "cache": cache},
+            **{"native": False, "has_native_attention": False},
+        )
+        return numerics_of(model, "")
+
+
+def test_a_gpu_s_line_has_what_multiplies_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two targets with other versions of cuBLAS once had equal lines, and replayed each other's requests."""
+    cublas = Cublas(tmp_path, monkeypatch)
+    lines = [cublas.line()]
+    assert lines[0].startswith(
+        "torch operators, triton 3.8.0, kernels 1a2b3c4d; bfloat16; cuda NVIDIA H100, cuBLASLt 120804, "
+    )
+    cublas.version = 130100
+    lines.append(cublas.line())
+    for name, value in (
+        ("CUBLAS_WORKSPACE_CONFIG", ":16:8"),
+        ("CUBLASLT_WORKSPACE_SIZE", "1024"),
+        ("NVIDIA_TF32_OVERRIDE", "0"),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+        lines.append(cublas.line())
+        assert f", {name}={value}" in lines[-1]
+    products = torch.backends.cuda.matmul
+    for name, other in (("allow_bf16_reduced_precision_reduction", False), ("fp32_precision", "tf32")):
+        before = getattr(products, name)
+        setattr(products, name, other)
+        lines.append(cublas.line())
+        setattr(products, name, before)
+    monkeypatch.setattr(numerics_module, "MAPS", tmp_path / "none")
+    lines.append(cublas.line())
+    assert f", cuBLAS of CUDA {torch.version.cuda}, " in lines[-1]
+    assert len(set(lines)) == len(lines)
 
 
 def test_the_line_has_the_quantisation_and_its_parameters() -> None:

@@ -196,7 +196,7 @@ def test_a_model_takes_the_memory_of_its_file(
         held = live.bytes - model.cache.data.nbytes
     matrices = sum(tensor.size for tensor in GgufFile.open(path).tensors.values() if tensor.type.is_packed)
     assert held < 1.04 * matrices + 50_000  # norms and rotary tables
-    monkeypatch.setattr(loading, "_device", torch.device)
+    monkeypatch.setattr(loading, "use_device", torch.device)
     on_gpu = engine.model_copy(update={"device": "cuda"})
     config = packed_config(str(path), on_gpu)
     assert config is not None
