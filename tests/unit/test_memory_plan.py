@@ -250,7 +250,7 @@ def test_a_gpu_s_memory_is_what_cuda_says(target: Path, monkeypatch: pytest.Monk
 
 def test_copies_that_torch_makes_are_planned_where_torch_attends(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They grow with rows and positions. Where a kernel attends, tables of slots grow, for the requests that run."""
-    monkeypatch.setattr("paceline.model.loading._device", torch.device)
+    monkeypatch.setattr("paceline.model.loading.use_device", torch.device)
     network = outline(str(target), EngineConfig())
 
     def activations(positions: int) -> int:

@@ -1,5 +1,5 @@
 """Packed matrices on a GPU: their numbers and products in Triton's interpreter, the kernels that a compiler makes for
-an H100, and the memory of a model. On a GPU tests/exactness/test_gpu.py runs the products as they are."""
+an H100, the memory of a model, and products on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.model.gpu.packed_matrix import PackedMatrix, packed_row_bytes
 from paceline.model.layer_weights import QuantizedWeight
 from paceline.model.packed_integers import INT4
 from paceline.model.packed_model import PackedModel
-from tests.exactness.quantized_weights import PACKED_TYPES, random_weight
+from tests.exactness.quantized_weights import PACKED_TYPES, numbers_of, random_weight
 from tests.helpers.gguf_files import tiny_config, write_gguf
 from tests.helpers.live_storages import LiveStorages
 from tests.helpers.sm_90 import MOST_SHARED, Launch, RecordedKernel, compiled
@@ -202,3 +202,23 @@ def test_a_model_takes_the_memory_of_its_file(
     assert config is not None
     planned = packed_memory(str(path), config, on_gpu).weights
     assert abs(planned - held) < 50_000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PACKED_TYPES)
+def test_a_gpu_computes_the_product_and_rows_do_not_depend_on_others(name: str, dtype: torch.dtype) -> None:
+    from paceline.model.gpu.packed_products import PackedProduct
+
+    torch.manual_seed(1)
+    weight = random_weight(PACKED_TYPES[name], 328, 2048)
+    matrix = PackedMatrix.of(weight, torch.device("cuda"), dtype)
+    product, x = PackedProduct([matrix], None), torch.randn(256, 2048, device="cuda").to(dtype)
+    numbers = torch.from_numpy(np.array(numbers_of(weight))).to(dtype)
+    assert torch.equal(matrix.lookup(torch.arange(328, device="cuda")).cpu(), numbers)
+    together, meant = product(x), x.cpu().float() @ numbers.float().T
+    assert float((together.cpu().float() - meant).abs().max() / meant.abs().max()) < 2**-8
+    for count in (*range(1, 18), 24, 63, 64, 65, 100, 192):
+        for first in (0, 256 - count):
+            assert torch.equal(product(x[first : first + count]), together[first : first + count]), (count, first)
