@@ -31,6 +31,9 @@ from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.device_memory import device_memory, gigabytes
 from paceline.model.gguf_model import packed_config
+from paceline.model.gpu import memory as gpu_memory
+from paceline.model.gpu.memory import PassMemory
+from paceline.model.gpu.packed_matrix import packed_row_bytes
 from paceline.model.loading import dtype_of, outline
 from paceline.model.native.native_network import head_width
 from paceline.model.packed_checkpoint import packed_weight_bytes
@@ -42,7 +45,7 @@ log = logging.getLogger(__name__)
 
 FEWEST_SLOTS = 256
 LOGIT_COPIES = 4
-"""Float32 copies of a pass's logits that a draw may hold: scaled, filtered and with noise."""
+"""Float32 copies of a pass's logits that a draw may hold on a CPU: scaled, filtered and with noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,8 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
     """Of a process whose model stays packed as in its file, except matrices of floats, which take the dtype."""
     heads, dtype = Heads.of(config), dtype_of(config, engine)
-    weights = sum(_packed_bytes(each, dtype) for each in GgufFile.open(path).tensors.values())
+    device = torch.device(engine.device)
+    weights = sum(_packed_bytes(each, dtype, device) for each in GgufFile.open(path).tensors.values())
     return _with_cache(weights, config, heads, dtype, engine)
 
 
@@ -186,24 +190,36 @@ def _with_cache(weights: int, config: Any, heads: Heads, dtype: torch.dtype, eng
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 
 
-def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype) -> int:
+def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype, device: torch.device) -> int:
+    if tensor.type.is_packed and device.type != "cpu":
+        return tensor.rows * packed_row_bytes(tensor.type.number, tensor.shape[-1])
     if tensor.type.is_packed or len(tensor.shape) == 1:
         return tensor.size
     return math.prod(tensor.shape) * dtype.itemsize
 
 
 def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> int:
-    """Of the largest pass: logits, a layer's products, and on a GPU what `paceline.model.attention` copies of a prefix
-    and its scores, in float32."""
-    rows, hidden = engine.max_num_batched_rows, int(config.hidden_size)
+    """Of the largest pass: logits, and a layer's products; on a GPU all that `PassMemory` counts."""
+    rows, vocabulary, hidden = engine.max_num_batched_rows, int(config.vocab_size), int(config.hidden_size)
     inner = getattr(config, "intermediate_size", None)
     inner = inner if isinstance(inner, int) else 4 * hidden
-    total = rows * (int(config.vocab_size) * LOGIT_COPIES * 4 + (4 * hidden + 3 * inner) * dtype.itemsize)
-    if torch.device(engine.device).type != "cpu":
-        length = engine.max_model_len or positions_in(config) or UNPLANNED_SLOTS
-        copies = 2 * heads.kv_heads * heads.head_size * (dtype.itemsize + 4)
-        total += length * (copies + 3 * rows * heads.kv_heads * heads.queries_per_kv * 4)
-    return total
+    device = torch.device(engine.device)
+    if device.type == "cpu":
+        return rows * (vocabulary * LOGIT_COPIES * 4 + (4 * hidden + 3 * inner) * dtype.itemsize)
+    own = positions_in(config) or UNPLANNED_SLOTS
+    largest = PassMemory(
+        rows=rows,
+        requests=engine.max_num_seqs,
+        positions=engine.max_model_len or own,
+        rotary_positions=own,
+        layers=int(config.num_hidden_layers),
+        hidden=hidden,
+        inner=inner,
+        heads=heads,
+        dtype=dtype,
+    )
+    logits = rows * vocabulary * gpu_memory.LOGIT_COPIES * 4
+    return logits + largest.total(by_kernel=gpu_memory.kernel_attends(heads, device))
 
 
 def _planned_draft(
@@ -222,7 +238,8 @@ def draft_memory(
 ) -> tuple[WorkerMemory, WorkerMemory]:
     """Of a speculator, and of the hidden states that its target keeps by slot.
 
-    `worker`: in a draft worker a head reads two matrices of its target, and counts a pass of the target's. Raises
+    A head reads two matrices of its target if it is in a draft worker, or if ranks share the target, each of which has
+    only a part. `worker`: in a draft worker it also counts a pass of the target's. Raises
     `CheckpointError` or `ModelNotFoundError`, for a class of the user's own as building it does.
     """
     none, row = WorkerMemory(), METHODS.get(speculation.method)
@@ -238,9 +255,10 @@ def draft_memory(
     number = target.hidden_size * target.dtype.itemsize
     states = WorkerMemory(bytes_per_slot=len(hidden_state_layers(speculation, engine, lambda: target)) * number)
     head = _head_memory(speculation, target, engine) if row.kind == "head" else none
-    if worker and head.weights:
-        activations = _activations(target.config, Heads.of(target.config), target.dtype, engine)
-        head += WorkerMemory(2 * target.vocabulary_size * number, activations)
+    if head.weights and (worker or engine.tensor_parallel_size > 1):
+        head += WorkerMemory(2 * target.vocabulary_size * number)
+    if head.weights and worker:
+        head += WorkerMemory(0, _activations(target.config, Heads.of(target.config), target.dtype, engine))
     return head, states
 
 
@@ -249,7 +267,8 @@ def _head_memory(config: SpeculativeConfig, target: TargetWeights, engine: Engin
     checkpoint = Checkpoint(target.folder if config.model is None else resolve_model(config.model))
     names = mtp_layer_names(checkpoint) if config.model is None else checkpoint.names
     size = target.dtype.itemsize
-    packing = None if config.method in UNPACKED else engine.quantization
+    is_packed = config.method not in UNPACKED and torch.device(engine.device).type == "cpu"
+    packing = engine.quantization if is_packed else None
     weights = sum(_matrix_bytes(name, checkpoint.shape(name), packing, size) for name in names)
     return WorkerMemory(weights, 0, cached_numbers(config.method, checkpoint.config, target.config.to_dict()) * size)
 

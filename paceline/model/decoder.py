@@ -196,7 +196,7 @@ class LlamaModel(TransformersModel):
             heads,
             info.slots,
             RotaryTables.of(base.rotary_emb, positions),
-            partial(_check_network, network, info, positions, verify) if ranks is None else None,
+            partial(_check_network, network, info, positions, verify) if ranks is None else lambda _: None,
             kv_cache_dtype=info.kv_cache_dtype,
             hidden=self._embedding.shape[1],
             eps=float(base.norm.variance_epsilon),

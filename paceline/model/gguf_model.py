@@ -1,6 +1,6 @@
-"""A GGUF file as a model, without transformers: its blocks stay packed, and native code multiplies them.
+"""A GGUF file as a model, without transformers: its blocks stay packed. Native code or a GPU's kernels multiply.
 
-For kinds with Llama's layers, or variants of them. Others are dequantised and run by transformers' code
+For kinds with Llama's layers, on a CPU for variants of them, too. Others are dequantised and run by transformers' code
 (`paceline.model.loading`).
 """
 
@@ -16,13 +16,22 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufFile, is_gguf
+from paceline.model.decoder import LLAMA_KIND
 from paceline.model.gguf_weights import GgufWeights, dequantized
 from paceline.model.layer_weights import NORMS, LayerVariant, RotaryTables, Weight, rotary_frequencies
 from paceline.model.loading import dtype_of
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of
-from paceline.model.packed_model import FOUR_NORMS, PackedModel, PackedNetwork, PackedWeights, packed_info
+from paceline.model.packed_model import (
+    FOUR_NORMS,
+    PackedModel,
+    PackedNetwork,
+    PackedWeights,
+    packed_info,
+    packs_on,
+    product_numerics,
+)
 from paceline.telemetry.logs import load_phase
 
 GEMMA = ("gemma2", "gemma3_text")
@@ -118,27 +127,29 @@ def _scaled_frequencies(config: GgufSettings, kind: str, positions: int) -> tupl
 
 def packed_config(path: str, engine: EngineConfig) -> GgufSettings | None:
     """The configuration of a GGUF file whose matrices stay packed; None for any other model. Raises `GgufError`."""
-    if not is_gguf(path) or torch.device(engine.device).type != "cpu" or engine.tensor_parallel_size > 1:
+    if not is_gguf(path) or not packs_on(engine.device) or engine.tensor_parallel_size > 1:
         return None
     config = transformers_config(GgufFile.open(path))
-    return GgufSettings(**config) if is_packed_kind(config) else None
+    on_cpu = torch.device(engine.device).type == "cpu"
+    stays = is_packed_kind(config) if on_cpu else config["model_type"] in LLAMA_KIND
+    return GgufSettings(**config) if stays else None
 
 
 def load_packed(path: str, name: str, engine: EngineConfig) -> PackedModel | None:
-    """The model in a GGUF file; None if native code does not compute it.
+    """The model in a GGUF file; None if it does not stay packed, or the device computes none of it.
 
     Raises `GgufError`, or ValueError if the engine's settings do not fit.
     """
     if (config := packed_config(path, engine)) is None:
         return None
-    file = GgufFile.open(path)
+    file, device = GgufFile.open(path), torch.device(engine.device)
     try:
         with load_phase("weights packed"):
             info = packed_info(name, file.path, config, engine)
             weights = GgufPackedWeights(file, dtype_of(config, engine))
-            model = PackedModel(info, config, weights, packed_network(file, config, info.max_model_len))
+            model = PackedModel(info, config, weights, packed_network(file, config, info.max_model_len), device)
     except NativeUnavailableError as error:
-        log_once(f"no native pass, {file.path.name} is dequantised: {error}")
+        log_once(f"no packed pass, {file.path.name} is dequantised: {error}")
         return None
-    model.numerics = numerics_of(model, " gguf")
+    model.numerics = numerics_of(model, f" gguf{product_numerics(device)}")
     return model

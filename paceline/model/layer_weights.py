@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,31 @@ class QuantizedWeight:
 
 
 Weight = Tensor | QuantizedWeight
+"""In main memory."""
 
 
-W = TypeVar("W", bound=Weight)
+class PackedWeight(Protocol):
+    """A matrix [out, in] that stays packed in a GPU's memory."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its products."""
+
+    def __len__(self) -> int: ...
+    def lookup(self, rows: Tensor) -> Tensor:
+        """Rows of the matrix: int64 [R] → [R, in]."""
+
+    def product(self, weights: Sequence[Matrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """The product with stacked weights, of which this is one."""
+
+
+Matrix = Tensor | PackedWeight
+"""Where passes by torch's operators and kernels compute."""
+W = TypeVar("W", bound=Weight | PackedWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +166,44 @@ class LayerVariant:
 
 
 LLAMA = LayerVariant()
+
+
+def stack_matrices(layers: Sequence[LayerWeights[Any]]) -> None:
+    """Stack the matrices of each layer that one product takes, see `stacked`. Needs the memory of one stack more.
+
+    Packed matrices are in one memory already, where they can be.
+    """
+    for layer in layers:
+        for stack in ((layer.query, layer.key, layer.value), (layer.gate, layer.up)):
+            if all(isinstance(weight, Tensor) for weight in stack):
+                stacked(*stack)
+
+
+def stacked(*weights: Tensor) -> Tensor:
+    """The rows of all weights [n, ...] as one tensor, in whose memory the weights are from then on.
+
+    So another user of a weight, such as transformers' network, shares that memory, and the weight's own is freed.
+    Weights that are stacked already are not copied; nor is a single one.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    sizes = [len(weight) for weight in weights]
+    if _are_stacked(weights):
+        return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+    stack = torch.cat([weight.detach() for weight in weights])
+    for weight, rows in zip(weights, stack.split(sizes), strict=True):
+        weight.data = rows
+    return stack
+
+
+def _are_stacked(weights: Sequence[Tensor]) -> bool:
+    """Whether contiguous weights of one kind follow one another in one storage."""
+    first, end = weights[0], weights[0].storage_offset()
+    for weight in weights:
+        shares = weight.untyped_storage()._cdata == first.untyped_storage()._cdata and weight.storage_offset() == end
+        alike = weight.is_contiguous() and (weight.dtype, weight.shape[1:]) == (first.dtype, first.shape[1:])
+        if not (shares and alike):
+            return False
+        end += weight.numel()
+    return True

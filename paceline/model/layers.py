@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 from paceline.model.attention import AttentionOptions, Heads, Pass
 from paceline.model.gpu.paged_pass import PagedPass
 from paceline.model.gpu.pass_graphs import PassGraphs
-from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, QuantizedWeight, RotaryTables, StateFusion
+from paceline.model.layer_weights import (
+    AllReduce,
+    LayerWeights,
+    Matrix,
+    QuantizedWeight,
+    RotaryTables,
+    StateFusion,
+    stacked,
+)
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_library import DTYPES, NativeProduct
 from paceline.model.rows import GROUP, Row, device_integers
@@ -39,14 +48,19 @@ class Linear:
     for float32, sums in an order that depends on the number of rows.
     """
 
-    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
-        """Weights [out, in] are stacked. `biases` [out]: one for each weight, or none."""
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a single weight is not copied
-        bias = torch.cat(list(biases)) if biases else None
+    def __init__(self, *weights: Matrix, biases: Sequence[Tensor] = ()) -> None:
+        """Weights [out, in] are stacked, tensors alone in place, see `stacked`. `biases` [out]: one for each weight, or
+        none."""
+        bias = stacked(*biases) if biases else None
+        packed = [weight for weight in weights if not isinstance(weight, Tensor)]
+        if packed:
+            self._product = packed[0].product(weights, bias)
+            return
+        weight = stacked(*(weight for weight in weights if isinstance(weight, Tensor)))
         self._product = _native_product(weight, bias) or _torch_product(weight, bias)
 
     @classmethod
-    def of_parts(cls, *products: tuple[Tensor, Tensor | None]) -> Linear:
+    def of_parts(cls, *products: tuple[Matrix, Tensor | None]) -> Linear:
         """Weights with their biases: all have one, or none has."""
         weights, biases = zip(*products, strict=True)
         return cls(*weights, biases=[bias for bias in biases if bias is not None])
@@ -105,6 +119,11 @@ def apply_rotary(x: Tensor, cos_sin: CosSin) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
+def look_up(tokens: Tensor, embedding: Matrix) -> Tensor:
+    """int64 [R] → [R, hidden]."""
+    return F.embedding(tokens, embedding) if isinstance(embedding, Tensor) else embedding.lookup(tokens)
+
+
 class SwiGLU:
     """`down(silu(gate x) * up x)`."""
 
@@ -122,7 +141,7 @@ class TorchNetwork:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayerWeights],
+        layers: Sequence[LayerWeights[Any]],
         heads: Heads,
         attention: TorchAttention,
         rotary: RotaryTables,
@@ -130,9 +149,9 @@ class TorchNetwork:
         hidden: int,
         eps: float,
         scale: float,
-        embedding: Tensor | None = None,
+        embedding: Matrix | None = None,
         norm: Tensor | None = None,
-        head: Tensor | None = None,
+        head: Matrix | None = None,
         sums: AllReduce | None = None,
         fusion: StateFusion | None = None,
     ) -> None:
@@ -164,7 +183,7 @@ class TorchNetwork:
     def _forward(self, this: Pass, states: Tensor | None = None) -> list[Tensor]:
         """The first layer's input, the output of each layer, and that of the final norm: [R, hidden]."""
         assert self._embedding is not None
-        x, joined = F.embedding(this.tokens, self._embedding), None
+        x, joined = look_up(this.tokens, self._embedding), None
         if self._fuse is not None:
             assert states is not None
             x, joined = self._fuse(x, pad_rows(states))
@@ -240,7 +259,7 @@ class _Layer:
     """A layer's products, and what its other steps need."""
 
     def __init__(
-        self, index: int, layer: DecoderLayerWeights, heads: Heads, scale: float, sums: AllReduce | None
+        self, index: int, layer: LayerWeights[Any], heads: Heads, scale: float, sums: AllReduce | None
     ) -> None:
         self.index, self.heads, self.options = index, heads, AttentionOptions(scale, layer.window)
         self.input_norm, self.inner_norm = layer.input_norm, layer.inner_norm
@@ -261,7 +280,7 @@ def _norm(weight: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:
     return (lambda x: x) if weight is None else RMSNorm(weight, eps)
 
 
-def _row_parallel_linear(weight: Tensor, bias: Tensor | None, sums: AllReduce | None) -> Callable[[Tensor], Tensor]:
+def _row_parallel_linear(weight: Matrix, bias: Tensor | None, sums: AllReduce | None) -> Callable[[Tensor], Tensor]:
     """A product that all ranks compute summands of, if there are ranks; the bias is added once."""
     if sums is None:
         return Linear(weight, biases=() if bias is None else (bias,))

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from paceline.config.engine_config import KVCacheDtype
 from paceline.model.attention import Heads, KVCache, Pass
-from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables
+from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, stack_matrices
 from paceline.model.layers import TorchNetwork
 from paceline.model.native.build import NativeUnavailableError, native_description
 from paceline.model.native.native_attention import NativeAttention
@@ -29,12 +29,22 @@ N = TypeVar("N")
 T = TypeVar("T")
 
 
+class _CacheShape(NamedTuple):
+    """The first arguments of `KVCache`."""
+
+    layers: int
+    slots: int
+    heads: Heads
+    dtype: torch.dtype
+    device: torch.device
+
+
 def make_network(
     layers: Sequence[DecoderLayerWeights],
     heads: Heads,
     slots: int,
     rotary: RotaryTables,
-    check: Callable[[Network], None] | None = None,
+    check: Callable[[Network], None] = lambda _: None,
     *,
     kv_cache_dtype: KVCacheDtype = "auto",
     **options: Any,
@@ -42,14 +52,23 @@ def make_network(
     """A network over a new cache of `slots`. `options`: see `NativeNetwork`. `check` raises ValueError if a network
     computes something wrong. Then torch computes; if that is wrong, too, this raises it.
 
-    Raises ValueError where there is no native code for `kv_cache_dtype`."""
+    By torch the matrices of a layer are stacked in place, one layer after another, before there is a cache: at no time
+    is there more than the weights, a layer and the cache.
 
-    return _native_or_torch(
-        "pass",
-        lambda cache: NativeNetwork(layers, heads, cache, rotary, **options),
-        lambda attention: TorchNetwork(layers, heads, attention, rotary, **options),
-        *(len(layers), heads, slots, len(rotary.cosines), layers[0].query, check, kv_cache_dtype),
-    )
+    Raises ValueError where there is no native code for `kv_cache_dtype`."""
+    cache = _CacheShape(len(layers), slots, heads, layers[0].query.dtype, layers[0].query.device)
+
+    def native(cache: KVCache) -> NativeNetwork:
+        return NativeNetwork(layers, heads, cache, rotary, **options)
+
+    def by_torch(attention: TorchAttention) -> TorchNetwork:
+        return TorchNetwork(layers, heads, attention, rotary, **options)
+
+    if (made := _native("pass", native, cache, kv_cache_dtype, check)) is not None:
+        return made
+    stack_matrices(layers)
+    torch.cuda.empty_cache()  # of matrices that were stacked: the cache, and other processes, may need it
+    return _by_torch("pass", by_torch, cache, len(rotary.cosines), check)
 
 
 def make_attention(
@@ -59,63 +78,66 @@ def make_attention(
     `like` has the dtype and the device.
 
     Raises ValueError where there is no native code for `kv_cache_dtype`."""
-    return _native_or_torch(
-        "attention",
-        NativeAttention,
-        lambda attention: attention.start_pass,
-        *(layers, heads, slots, positions, like),
-        kv_cache_dtype=kv_cache_dtype,
-    )
-
-
-def _native_or_torch(
-    name: str,
-    native: Callable[[KVCache], N],
-    by_torch: Callable[[TorchAttention], T],
-    layers: int,
-    heads: Heads,
-    slots: int,
-    positions: int,
-    like: Tensor,
-    check: Callable[[N | T], None] | None = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-) -> tuple[N | T, KVCache]:
-    """What `native` makes of a cache with padded heads, or `by_torch` of one without; and that cache."""
-    make_cache = partial(KVCache, layers, slots, heads, like.dtype, like.device)
-    check = check or (lambda _: None)
-    if like.device.type == "cpu" and like.dtype in DTYPES:
-        made = _native(name, native, check, lambda: make_cache(head_width(heads), kv_cache_dtype))
-        if made is not None:
-            return made
-    if kv_cache_dtype != "auto":
-        raise ValueError(f"kv_cache_dtype {kv_cache_dtype} takes native code, and its {name} has none here")
-    for attention in TorchAttention.ways(make_cache(), positions):
-        try:
-            by = by_torch(attention)
-            check(by)
-        except (RuntimeError, ValueError) as error:
-            if attention.kernels is None:
-                raise
-            log_once(f"{name} without {attention.name}: {error}")
-        else:
-            attention.cache.attention_name = attention.name
-            return by, attention.cache
-    raise AssertionError("the last way is torch's operators")
+    cache = _CacheShape(layers, slots, heads, like.dtype, like.device)
+    if (made := _native("attention", NativeAttention, cache, kv_cache_dtype)) is not None:
+        return made
+    return _by_torch("attention", lambda attention: attention.start_pass, cache, positions)
 
 
 def _native(
-    name: str, native: Callable[[KVCache], N], check: Callable[[N], None], make_cache: Callable[[], KVCache]
+    name: str,
+    native: Callable[[KVCache], N],
+    shape: _CacheShape,
+    kv_cache_dtype: KVCacheDtype,
+    check: Callable[[N], None] = lambda _: None,
 ) -> tuple[N, KVCache] | None:
-    """None, and nothing is kept, if it cannot be made or computes something wrong."""
+    """What `native` makes of a cache with padded heads, and that cache. None, and nothing is kept, if it cannot be made
+    or computes something wrong.
+
+    Raises ValueError if it is None, and `kv_cache_dtype` needs it."""
+    if shape.device.type == "cpu" and shape.dtype in DTYPES:
+        try:
+            cache = KVCache(*shape, head_width(shape.heads), kv_cache_dtype)
+            made = native(cache)
+            check(made)
+        except (NativeUnavailableError, ValueError) as error:
+            log_once(f"no native {name}, torch computes: {error}")
+        else:
+            log_once(f"native {name}: {native_description()}")
+            return made, cache
+    if kv_cache_dtype != "auto":
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype} takes native code, and its {name} has none here")
+    return None
+
+
+def _by_torch(
+    name: str,
+    make: Callable[[TorchAttention], T],
+    shape: _CacheShape,
+    positions: int,
+    check: Callable[[T], None] = lambda _: None,
+) -> tuple[T, KVCache]:
+    """What `make` makes of the first way to attend that computes as `check` wants it, and its cache."""
+    for attention in TorchAttention.ways(KVCache(*shape), positions):
+        if (made := _one_way(name, make, attention, check)) is not None:
+            attention.cache.attention_name = attention.name
+            return made, attention.cache
+    raise AssertionError("the last way is torch's operators")
+
+
+def _one_way(
+    name: str, make: Callable[[TorchAttention], T], attention: TorchAttention, check: Callable[[T], None]
+) -> T | None:
+    """None, and nothing is kept, if it fails. Raises RuntimeError or ValueError if it is the last one."""
     try:
-        cache = make_cache()
-        made = native(cache)
+        made = make(attention)
         check(made)
-    except (NativeUnavailableError, ValueError) as error:
-        log_once(f"no native {name}, torch computes: {error}")
+    except (RuntimeError, ValueError) as error:
+        if attention.kernels is None:
+            raise
+        log_once(f"{name} without {attention.name}: {error}")
         return None
-    log_once(f"native {name}: {native_description()}")
-    return made, cache
+    return made
 
 
 _logged: set[str] = set()

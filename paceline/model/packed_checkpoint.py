@@ -1,4 +1,4 @@
-"""A folder with Llama layers as a model whose matrices are packed, layer by layer, and multiplied by native code."""
+"""A folder with Llama layers as a model whose matrices are packed, layer by layer, and multiplied as they are."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from paceline.config import EngineConfig
 from paceline.config.engine_config import Quantization
 from paceline.gguf.gguf_file import is_gguf
-from paceline.model.block_quantization import BROADEST, packed_bytes, quantized
+from paceline.model.block_quantization import BROADEST, TYPES, packed_bytes, quantized
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import window_of
+from paceline.model.gpu.packed_matrix import packed_row_bytes
 from paceline.model.layer_weights import RotaryTables, Weight
 from paceline.model.loading import dtype_of, is_harmless, outline, positions_of
 from paceline.model.native.build import NativeUnavailableError
@@ -23,7 +24,16 @@ from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
 from paceline.model.packed_floats import float8_group, floats
 from paceline.model.packed_integers import UNIT, Settings, are_integers, integers
-from paceline.model.packed_model import EMBEDDING, HEAD, PackedModel, PackedNetwork, PackedWeights, packed_info
+from paceline.model.packed_model import (
+    EMBEDDING,
+    HEAD,
+    PackedModel,
+    PackedNetwork,
+    PackedWeights,
+    packed_info,
+    packs_on,
+    product_numerics,
+)
 from paceline.model.quantization import (
     SCALES,
     check_format,
@@ -54,23 +64,24 @@ def load_packed_checkpoint(name: str, engine: EngineConfig) -> PackedModel | Non
     settings: Any = network.config
     weights = CheckpointWeights(Checkpoint(path), network, dtype_of(settings, engine), packing)
     info, parts = packed_info(name, path, settings, engine), packed_network(network, name, engine)
+    device = torch.device(engine.device)
     try:
         with load_phase("weights packed"):
-            model = PackedModel(info, settings, weights, parts)
+            model = PackedModel(info, settings, weights, parts, device)
     except NativeUnavailableError as error:
         if isinstance(packing, StoredPacking):
-            log_once(f"no native pass, {path.name} is dequantised: {error}")
+            log_once(f"no packed pass, {path.name} is dequantised: {error}")
             return None
-        raise ValueError(f"quantization takes native code: {error}") from error
-    model.numerics = numerics_of(model, f" packed{packing.numerics(settings)}")
+        raise ValueError(f"quantization takes native code, or Triton on a GPU: {error}") from error
+    model.numerics = numerics_of(model, f" packed{packing.numerics(settings)}{product_numerics(device)}")
     return model
 
 
 class ChosenPacking:
     """Matrices of floats become `EngineConfig.quantization`."""
 
-    def __init__(self, quantization: Quantization) -> None:
-        self._quantization = quantization
+    def __init__(self, quantization: Quantization, device: torch.device) -> None:
+        self._quantization, self._device = quantization, device
 
     def numerics(self, config: Any) -> str:
         """What replay compares. `config`: transformers'."""
@@ -86,7 +97,10 @@ class ChosenPacking:
 
     def bytes(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Of a matrix in memory."""
-        return shape[0] * packed_bytes(shape[1], self._layout(name))
+        layout, (rows, width) = self._layout(name), shape
+        if self._device.type == "cpu":
+            return rows * packed_bytes(width, layout)
+        return rows * packed_row_bytes(TYPES[layout].number, width)
 
     def _layout(self, name: str) -> Quantization:
         return BROADEST if name in (EMBEDDING, HEAD) else self._quantization
@@ -162,7 +176,7 @@ def packing_of(path: Path, engine: EngineConfig) -> Packing | None:
         return StoredPacking(settings) if refusal is None and is_dequantized_at_load(settings) else None
     if refusal is not None:
         raise ValueError(f"{refusal}: take quantization {engine.quantization} out")
-    return None if engine.quantization is None else ChosenPacking(engine.quantization)
+    return None if engine.quantization is None else ChosenPacking(engine.quantization, torch.device(engine.device))
 
 
 def _config(path: Path) -> Mapping[str, Any]:
@@ -180,8 +194,8 @@ def _stays(path: Path, engine: EngineConfig) -> None:
 
 def _refusal(path: Path, config: Mapping[str, Any], engine: EngineConfig) -> str | None:
     """Why the model's matrices cannot be packed; None if they can."""
-    if torch.device(engine.device).type != "cpu" or engine.tensor_parallel_size > 1:
-        return "packed weights are for one process on a CPU"
+    if not packs_on(engine.device) or engine.tensor_parallel_size > 1:
+        return "packed weights are for one process on a CPU, or on an NVIDIA GPU with Triton"
     kind = config.get("model_type")
     if kind not in PACKED_FOLDERS or config.get("hidden_act", "silu") != "silu":
         return f"{path} is of the kind {kind}, and packed are {', '.join(sorted(PACKED_FOLDERS))}"
@@ -226,7 +240,8 @@ def shapes_of(network: nn.Module) -> Mapping[str, tuple[int, ...]]:
 def packed_weight_bytes(path: Path, network: nn.Module, engine: EngineConfig) -> int | None:
     """Of an outline's weights when they are packed; None if they are not.
 
-    An embedding that is the output matrix, too, is kept twice: native code has the output matrix in its own order.
+    An embedding that is the output matrix, too, is kept twice by native code, which has the output matrix in its own
+    order.
     """
     if (packing := packing_of(path, engine)) is None:
         return None
@@ -234,7 +249,8 @@ def packed_weight_bytes(path: Path, network: nn.Module, engine: EngineConfig) ->
     dtype = dtype_of(network.config, engine)
     matrices = {name: packing.bytes(checkpoint, name, each, dtype) for name, each in shapes.items() if len(each) == 2}
     vectors = sum(math.prod(each) for each in shapes.values() if len(each) == 1) * torch.float32.itemsize
-    return sum(matrices.values()) + vectors + (0 if HEAD in shapes else matrices[EMBEDDING])
+    is_twice = HEAD not in shapes and torch.device(engine.device).type == "cpu"
+    return sum(matrices.values()) + vectors + (matrices[EMBEDDING] if is_twice else 0)
 
 
 def check_names(checkpoint: Checkpoint, names: Collection[str], stored: Collection[str], network: nn.Module) -> None:

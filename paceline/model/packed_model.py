@@ -1,10 +1,14 @@
-"""Llama layers, and variants of them, by native code from packed weights: of a GGUF file or a folder."""
+"""Llama layers from packed weights, of a GGUF file or a folder: by native code, or on a GPU by kernels. Native code has
+variants of them, too."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.model.attention import Heads, KVCache
+from paceline.model.gpu.packed_matrix import on_device
 from paceline.model.layer_weights import (
     HEAD_NORMS,
     LLAMA,
@@ -20,14 +25,17 @@ from paceline.model.layer_weights import (
     NORMS,
     LayerVariant,
     LayerWeights,
+    Matrix,
     QuantizedWeight,
     RotaryTables,
     Weight,
 )
+from paceline.model.layers import look_up
 from paceline.model.loading import end_tokens, positions_of
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_library import dequantize
 from paceline.model.native.native_network import NativeNetwork, head_width
+from paceline.model.network_factory import Network, make_network
 from paceline.model.rows import Row
 from paceline.text import vocabulary_fingerprint
 
@@ -71,8 +79,6 @@ class PackedWeights(ABC):
         fields: dict[str, Any] = self._matrices(layer, heads)
         fields |= {f"{field}_bias": self.vector(f"{layer}.{name}.bias") for field, name in MATRICES.items()}
         fields |= {field: self.vector(f"{layer}.{name}.weight") for field, name in network.norms.items()}
-        if heads.head_size % HEAD_UNIT and isinstance(fields["output"], QuantizedWeight):
-            fields["output"] = dequantize(fields["output"]).to(self.dtype)
         return LayerWeights(**fields, rotary=network.rotaries[n], window=network.windows[n])
 
     def _matrices(self, layer: str, heads: Heads) -> dict[str, Weight]:
@@ -80,18 +86,18 @@ class PackedWeights(ABC):
         keys = heads.kv_heads * heads.head_size
         sizes = {"query": keys * heads.queries_per_kv, "key": keys, "value": keys}
         matrices: dict[str, Weight] = {}
-        for stack, fields in STACKED.items():
+        for stack, parts in STACKED.items():
             if (name := f"{layer}.{stack}.weight") in self.names:
                 whole, start = self.matrix(name), 0
-                for field in fields:
-                    end = start + sizes.get(field, len(whole) // len(fields))
+                for field in parts:
+                    end = start + sizes.get(field, len(whole) // len(parts))
                     matrices[field], start = whole[start:end], end
         single = {field: name for field, name in MATRICES.items() if field not in matrices}
         return matrices | {field: self.matrix(f"{layer}.{name}.weight") for field, name in single.items()}
 
 
 class PackedLayers(Sequence[LayerWeights[Weight]]):
-    """A model's layers, each read when it is asked for, and not kept."""
+    """A model's layers for native code, each read when it is asked for, and not kept."""
 
     def __init__(self, weights: PackedWeights, heads: Heads, network: PackedNetwork, count: int) -> None:
         self._weights, self._heads, self._network, self._layers = weights, heads, network, range(count)
@@ -100,7 +106,10 @@ class PackedLayers(Sequence[LayerWeights[Weight]]):
         return len(self._layers)
 
     def __getitem__(self, n: int) -> LayerWeights[Weight]:  # type: ignore[override] # nothing slices it
-        return self._weights.layer(self._layers[n], self._heads, self._network)
+        layer = self._weights.layer(self._layers[n], self._heads, self._network)
+        if self._heads.head_size % HEAD_UNIT and isinstance(layer.output, QuantizedWeight):
+            return replace(layer, output=dequantize(layer.output).to(self._weights.dtype))
+        return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,36 +151,85 @@ def packed_info(name: str, path: Path, config: Any, engine: EngineConfig) -> Mod
     )
 
 
+def product_numerics(device: torch.device) -> str:
+    """What numbers of packed products depend on, beside the native code or the GPU."""
+    return "" if device.type == "cpu" else f", products by Triton {importlib.metadata.version('triton')}"
+
+
+def packs_on(device: str) -> bool:
+    """Whether packed weights are multiplied as they are: by native code, or on an NVIDIA GPU by Triton's kernels."""
+    kind = torch.device(device).type
+    return kind == "cpu" or (kind == "cuda" and importlib.util.find_spec("triton") is not None)
+
+
 class PackedModel(TransformersModel):
-    """Llama layers by native code."""
+    """Layers by native code, or on a GPU Llama's by kernels."""
 
-    native = has_native_attention = True
-
-    def __init__(self, info: ModelInfo, config: Any, weights: PackedWeights, network: PackedNetwork) -> None:
+    def __init__(
+        self, info: ModelInfo, config: Any, weights: PackedWeights, network: PackedNetwork, device: torch.device
+    ) -> None:
         """`config`: of the model, as transformers has it. Raises what reading weights raises, and
-        `NativeUnavailableError`."""
+        `NativeUnavailableError` if the device computes none of it."""
         heads = Heads.of(config)
+        self.native = self.has_native_attention = device.type == "cpu"
+        self._parts = network
+        options = {"hidden": config.hidden_size, "eps": network.eps, "scale": network.scale}
+        make = self._by_native_code if self.native else partial(self._on_gpu, device)
+        self._network, cache = make(info, heads, weights, options)
+        super().__init__(info, cache, config)
+
+    def _by_native_code(
+        self, info: ModelInfo, heads: Heads, weights: PackedWeights, options: dict[str, Any]
+    ) -> tuple[Network, KVCache]:
+        network = self._parts
         cache = KVCache(
             *(info.layers, info.slots, heads, weights.dtype, torch.device("cpu"), head_width(heads)),
             info.kv_cache_dtype,
         )
-        self._parts, self._embedding = network, weights.matrix(EMBEDDING)
-        self._network = NativeNetwork(
+        self._embedding: Weight | Matrix = weights.matrix(EMBEDDING)
+        made = NativeNetwork(
             PackedLayers(weights, heads, network, info.layers),
             heads,
             cache,
             network.rotaries[0],
-            hidden=config.hidden_size,
-            eps=network.eps,
-            scale=network.scale,
             embedding=self._embedding,
             norm=weights.vector(NORM),
             head=weights.matrix(HEAD) if HEAD in weights.names else self._embedding,
             variant=network.variant,
             layer_packed=network.layer_packed,
+            **options,
         )
         network.layer_packed()
-        super().__init__(info, cache, config)
+        return made, cache
+
+    def _on_gpu(
+        self, device: torch.device, info: ModelInfo, heads: Heads, weights: PackedWeights, options: dict[str, Any]
+    ) -> tuple[Network, KVCache]:
+        """Beside the packed weights there is one layer in main memory, and one product's weights on the device."""
+        network, dtype = self._parts, weights.dtype
+        assert network.variant == LLAMA, "kernels have Llama's layers alone"
+        assert network.norms == NORMS, "kernels have Llama's layers alone"
+
+        def placed(name: str) -> Matrix:
+            [matrix] = on_device([weights.matrix(name)], device, dtype)
+            return matrix
+
+        self._embedding = placed(EMBEDDING)
+        head = placed(HEAD) if HEAD in weights.names else self._embedding
+        layers = []
+        for n in range(info.layers):
+            layers.append(_layer_on_device(weights.layer(n, heads, network), device, dtype))
+            network.layer_packed()
+        norm = weights.vector(NORM)
+        made = make_network(
+            *(layers, heads, info.slots, network.rotaries[0]),
+            embedding=self._embedding,
+            norm=None if norm is None else norm.to(device, dtype),
+            head=head,
+            **options,
+        )
+        network.layer_packed()
+        return made
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
@@ -180,7 +238,10 @@ class PackedModel(TransformersModel):
 
     def embedding(self) -> Tensor:
         weight, scale = self._embedding, self._parts.variant.embedding_scale
-        whole = weight if isinstance(weight, Tensor) else dequantize(weight).to(self.dtype)
+        if isinstance(weight, QuantizedWeight):
+            whole = dequantize(weight).to(self.dtype)
+        else:
+            whole = look_up(torch.arange(len(weight), device=self.device), weight)
         return whole if scale == 1.0 else whole * scale
 
     def output(self, final: Tensor) -> Tensor:
@@ -190,3 +251,14 @@ class PackedModel(TransformersModel):
         scale, cap = self._parts.logit_scale, self._parts.logit_cap
         scaled = logits if scale == 1.0 else logits * scale
         return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+
+def _layer_on_device(layer: LayerWeights[Weight], device: torch.device, dtype: torch.dtype) -> LayerWeights[Any]:
+    """Matrices that are multiplied together are placed together."""
+    vectors = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    placed: dict[str, Any] = {
+        name: each.to(device, dtype) for name, each in vectors.items() if isinstance(each, Tensor)
+    }
+    for names in (*STACKED.values(), ("output",), ("down",)):
+        placed |= zip(names, on_device([getattr(layer, name) for name in names], device, dtype), strict=True)
+    return replace(layer, rotary=None, **placed)

@@ -17,17 +17,15 @@ from pathlib import Path
 import torch
 
 from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, TorchPass
+from paceline.model.gpu.memory import LARGEST_HEAD, MOST_TABLES, TRITON
 from paceline.model.gpu.paged_pass import Kernels, PagedPass, PassInput
-from paceline.model.gpu.pass_graphs import GRAPH_ROWS, CudaCapture, Outputs, PassGraphs
+from paceline.model.gpu.pass_graphs import CudaCapture, Outputs, PassGraphs
 from paceline.model.gpu.paths import DeviceTables
 from paceline.model.rows import GROUP, Row, SlotTable
 
 log = logging.getLogger(__name__)
 
-TRITON, TORCH = "triton", "torch"
-LARGEST_HEAD = 256
-MOST_TABLES = GRAPH_ROWS[-1]
-"""Requests of a pass."""
+TORCH = "torch"
 
 
 def find_kernels(heads: Heads, dtype: torch.dtype, device: torch.device) -> Kernels | None:

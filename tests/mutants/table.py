@@ -38,7 +38,9 @@ LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 FLASH = ("unit/model/test_paged_attention.py",)
 TRITON = ("unit/model/test_triton_attention.py",)
+LOADING_PEAK = ("unit/model/test_loading_peak.py",)
 RANKS = ("unit/model/test_tensor_parallel_group.py",)
+PACKED_PRODUCTS = ("unit/model/test_packed_products.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
@@ -410,6 +412,20 @@ MUTANTS = (
         ROWS,
     ),
     Mutant(
+        "weights of one memory are taken for a stack, in whatever order",
+        "paceline/model/layer_weights.py",
+        " and weight.storage_offset() == end",
+        "",
+        LOADING_PEAK,
+    ),
+    Mutant(
+        "stacked weights keep a memory of their own",
+        "paceline/model/layer_weights.py",
+        "        weight.data = rows\n",
+        "        del rows\n",
+        LOADING_PEAK,
+    ),
+    Mutant(
         "flash-attn: a window is one position too long",
         "paceline/model/paged_attention.py",
         "first = max(0, row.position + 1 - window) if window else 0",
@@ -647,6 +663,35 @@ MUTANTS = (
         "if (!claimed_[part].value.compare_exchange_strong(free, phase + 1, std::memory_order_acq_rel)) continue;",
         "claimed_[part].value.store(free + 1, std::memory_order_release);",
         NATIVE,
+    ),
+    Mutant(
+        "GPU: the parts of a packed product's inputs follow the number of rows",
+        "paceline/model/gpu/packed_products.py",
+        "splits = input_splits(out, units)",
+        "splits = min(input_splits(out, units), rows)",
+        PACKED_PRODUCTS,
+    ),
+    Mutant(
+        "GPU: a packed product leaves out what is in the last part of a matrix' inputs",
+        "paceline/model/gpu/packed_products.py",
+        "for split in range(1, splits):",
+        "for split in range(1, splits - 1):",
+        PACKED_PRODUCTS,
+    ),
+    Mutant(
+        "GPU: a packed block is worth the scale of the group after its own",
+        "paceline/model/gpu/packed_products.py",
+        "index = block * 32 // group",
+        "index = (block * 32 + 31) // group + 1",
+        PACKED_PRODUCTS,
+    ),
+    Mutant(
+        "GPU: rows of one of several packed matrices in one memory begin at the first",
+        "paceline/model/gpu/packed_matrix.py",
+        "{name: plane[:, rows] for name, plane in self.planes.items()}",
+        "{name: plane[:, rows if name == 'codes' else slice(rows.stop - rows.start)] for name, plane in "
+        "self.planes.items()}",
+        PACKED_PRODUCTS,
     ),
     Mutant(
         "native: a block is worth the scale of the other block of its unit",

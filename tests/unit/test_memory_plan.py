@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from paceline.drafting import build_speculator
 from paceline.llm import LLM
 from paceline.memory_plan import WorkerMemory, model_memory, plan_memory
 from paceline.model import device_memory, load, network_factory
-from paceline.model.attention import SPARE_SLOTS, KVCache
+from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.loading import outline
 from paceline.model.model import TransformersModel
+from paceline.model.target_weights import load_target_weights
 from tests.helpers.checkpoints import change_config, save_checkpoint, save_tokenizer
 from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head
 from tests.helpers.head_checkpoints import save_target as save_small_target
@@ -240,10 +242,41 @@ def test_a_gpu_s_memory_is_what_cuda_says(target: Path, monkeypatch: pytest.Monk
     engine = EngineConfig(device="cuda:1", max_num_seqs=48)
     assert planned(target, engine) == 48 * 512
     assert asked == [torch.device("cuda:1")]
-    on_cpu, on_gpu = (model_memory(outline(str(target), each), each) for each in (EngineConfig(), engine))
-    assert on_gpu.activations > on_cpu.activations, "copies of a prefix, and scores"
+    engine = engine.model_copy(update={"max_num_seqs": 2**20})
+    on_gpu = model_memory(outline(str(target), engine), engine)
     fitting = (int(10 * GIB * 0.9) - on_gpu.weights - on_gpu.activations) // on_gpu.bytes_per_slot - SPARE_SLOTS
-    assert planned(target, engine.model_copy(update={"max_num_seqs": 2**20})) == fitting
+    assert planned(target, engine) == fitting
+
+
+def test_copies_that_torch_makes_are_planned_where_torch_attends(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grow with rows and positions. Where a kernel attends, tables of slots grow, for the requests that run."""
+    monkeypatch.setattr("paceline.model.loading.use_device", torch.device)
+    network = outline(str(target), EngineConfig())
+
+    def activations(positions: int) -> int:
+        return model_memory(network, EngineConfig(device="cuda", max_model_len=positions, max_num_seqs=7)).activations
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
+    assert activations(500) - activations(100) == 400 * 7 * 4
+    monkeypatch.setenv("PACELINE_ATTENTION", "torch")
+    heads = Heads.of(network.config)
+    scores = 3 * 256 * heads.kv_heads * heads.queries_per_kv * 4
+    assert activations(500) - activations(100) == 400 * scores
+    monkeypatch.delenv("PACELINE_ATTENTION")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert activations(500) - activations(100) == 400 * scores
+
+
+def test_a_head_reads_both_matrices_of_a_target_that_ranks_share(target: Path, draft: SpeculativeConfig) -> None:
+    """Each rank has only a part of them."""
+    ranks = EngineConfig(tensor_parallel_size=2)
+    weights = load_target_weights(str(target), None, "cpu")
+    matrices = 2 * weights.embedding().nbytes
+    heads = []
+    for engine in (EngineConfig(), ranks):
+        alone, both = need_of(target, engine), need_of(target, engine, draft)
+        heads.append(both.weights - alone.weights)
+    assert abs(heads[1] - heads[0] - matrices) <= 2 * both.bytes_per_slot
 
 
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from paceline.model.block_quantization import BROADEST, quantized
 from paceline.model.layer_weights import MATRICES, DecoderLayerWeights, LayerWeights, RotaryTables, StateFusion, Weight
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_network import NativeNetwork, head_width
-from paceline.model.network_factory import Network, make_network
+from paceline.model.network_factory import Network, log_once, make_network
 from paceline.model.packed_model import HEAD_UNIT
 from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
@@ -67,6 +67,9 @@ class LlamaHead(HeadNetwork):
             "fusion": fusion,
         }
         self._network: Network
+        if quantization is not None and embedding.device.type != "cpu":
+            log_once("heads stay as they are stored on a GPU: quantization is for its target")
+            quantization = None
         if quantization is None:
             self._network, _ = make_network(layers, heads, slots, tables, **options)
         else:
@@ -98,8 +101,6 @@ def _packed_network(
     **options: Any,
 ) -> NativeNetwork:
     """A network whose matrices are packed. Raises ValueError where there is no native code for it."""
-    if embedding.device.type != "cpu":
-        raise ValueError(f"packed weights are for one process on a CPU: take quantization {quantization} out")
 
     def packed(matrix: Weight | None, name: str) -> Weight | None:
         return quantized(matrix, quantization, name) if isinstance(matrix, Tensor) else matrix

@@ -20,13 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.model.gpu.launch import launch
+from paceline.model.gpu.memory import MOST_ITEMS
 from paceline.model.gpu.paths import RowPaths
 from paceline.model.rows import GROUP, TILE
 
 SPLIT = 1024
-"""Positions of a part of the full tiles."""
-MOST_ITEMS = 256
-"""Splits of all groups that a pass computes apart. Where there are more, each group is one item."""
+"""Positions of a part of the full tiles. Up to MOST_ITEMS parts of all groups are computed apart; where there are more,
+each group is one item."""
 PREFIX_PROGRAMS = 64
 """Programs for each key-value head that share the items."""
 SMALLEST_DOT = 16

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.model.attention import KVCache
+from paceline.model.gpu.memory import GRAPH_ROWS
 from paceline.model.gpu.paged_pass import BRANCHES, WRITES, Kernels, PagedPass, PassInput
 from paceline.model.gpu.paths import DeviceTables
 from paceline.model.rows import Row
-
-GRAPH_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows of the graphs."""
 
 Outputs: TypeAlias = list[Tensor]
 """[R, hidden size] of each layer."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +23,10 @@ from paceline.model.rows import TILE, Row, SlotTable
 from tests.helpers import gpu_kernels
 from tests.helpers.row_paths import random_rows
 
-SLOTS, KV_HEADS = 2000, 2
+SLOTS, KV_HEADS = 900, 2
 TABLES = 16
+SPLIT = 128
+"""Positions of a split here, so that short paths have several."""
 CPU = torch.device("cpu")
 
 
@@ -39,17 +40,16 @@ def summed_in_order(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarr
 
 def main() -> None:
     torch.manual_seed(1)
+    attention_kernels.SPLIT = SPLIT
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": summed_in_order})
-    shapes = [(16, 3), (48, 12), (16, 1)]
-    options: list[dict[str, Any]] = [{}, {"softcap": 0.7}, {"window": 100}, {"sinks": True}]
-    attended = [attention(*shape, given) for shape, given in product(shapes[:1], options)]
-    attended += [attention(*shape, {}) for shape in shapes[1:]]
+    cases: list[tuple[int, int, dict[str, Any]]] = [(16, 3, {}), (48, 12, {"sinks": True}), (16, 1, {"window": 100})]
+    attended = [attention(*case) for case in [*cases, (16, 2, {"softcap": 0.7})]]
     print(json.dumps({"attention": attended, "layers": [add_norm(), rotate_and_store(), silu_times(), write_tables()]}))
 
 
 def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[str, Any]:
     """The largest error; and whether a row alone, and with splits in one program, has the bits that it has in a pass."""
-    rows = [*random_rows(random.Random(2), SLOTS, 24), *long_rows()]
+    rows = [*random_rows(random.Random(2), SLOTS, 16), *long_rows()]
     heads = KV_HEADS * queries_per_kv
     if "sinks" in options:
         options = {"sinks": torch.linspace(-1, 1, heads)}
@@ -66,7 +66,7 @@ def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[s
 
     everyone = list(range(len(rows)))
     together, expected = attend(triton_kernels, everyone), attend(gpu_kernels, everyone)
-    same = all(torch.equal(attend(triton_kernels, [n])[0], together[n]) for n in random.Random(3).sample(everyone, 6))
+    same = all(torch.equal(attend(triton_kernels, [n])[0], together[n]) for n in random.Random(3).sample(everyone, 4))
     shuffled = random.Random(4).sample(everyone, len(everyone))
     same &= torch.equal(attend(triton_kernels, shuffled), together[shuffled])
     attention_kernels.MOST_ITEMS = 0  # so a group is an item
@@ -78,11 +78,11 @@ def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[s
 
 def long_rows() -> list[Row]:
     """A path of more than a split, as committed and, from before a tile's border on, as a guess with a sibling."""
-    slots = random.Random(5).sample(range(1, SLOTS + 1), 1200)
-    whole, before = SlotTable(slots), SlotTable(slots[: 18 * TILE - 3])
+    slots = random.Random(5).sample(range(1, SLOTS + 1), 300)
+    whole, before = SlotTable(slots), SlotTable(slots[: 4 * TILE - 3])
     branch = slots[len(before) :]
-    guesses = [before.branch_row(1, branch[: n + 1]) for n in range(0, len(branch), 7)]
-    sibling = before.branch_row(1, [*branch[:4], 1999])
+    guesses = [before.branch_row(1, branch[: n + 1]) for n in range(0, len(branch), 11)]
+    sibling = before.branch_row(1, [*branch[:4], SLOTS])
     return [*(whole.row(1, row.position) for row in guesses), *guesses[:3], sibling, *guesses[3:]]
 
 
