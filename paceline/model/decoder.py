@@ -98,9 +98,7 @@ class LayeredModel(TransformersModel):
             sharding.install_collectives(network)
         self._head: nn.Module = network.get_output_embeddings()
         weight: Any = self._head.weight
-        self._attention, cache = make_attention(
-            info.layers, heads, info.slots, positions, weight, info.kv_cache_dtype
-        )
+        self._attention, cache = make_attention(info.layers, heads, info.slots, positions, weight, info.kv_cache_dtype)
         super().__init__(info, cache, network.config.get_text_config(decoder=True))
         self._network = network
         base: Any = network.base_model

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.model.paged_attention import FLASH_ATTN, FLASH_ATTN_MODULE, TRITON, PagedPass, find_kernels
 
 from paceline import family
 from paceline.config import EngineConfig, SamplingParams
@@ -15,7 +16,6 @@ from paceline.llm import LLM
 from paceline.model.attention import AttentionOptions, Heads, KVCache, TorchPass
 from paceline.model.model import Model
 from paceline.model.model_loader import load
-from paceline.model.paged_attention import FLASH_ATTN, FLASH_ATTN_MODULE, TRITON, PagedPass, find_kernels
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import TILE, Row, SlotTable
 from paceline.model.torch_attention import TORCH

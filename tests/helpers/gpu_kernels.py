@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.model import torch_attention
-from paceline.model.gpu.paths import RowPaths
 from paceline.model.gpu.pass_graphs import Outputs
+from paceline.model.gpu.paths import RowPaths
 
 NAME = "stand-in"
 PLANNED = 7

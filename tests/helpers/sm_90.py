@@ -15,6 +15,7 @@ TYPES = {
     **{torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"},
     **{torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"},
 }
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a program may have."""
 
@@ -44,7 +45,7 @@ class RecordedKernel:
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*given: Any, **named: Any) -> None:
             arguments = dict(zip(self._kernel.arg_names, given, strict=False)) | named
-            options = {name: arguments.pop(name) for name in ("num_warps", "num_stages") if name in arguments}
+            options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
             self._launches.append(Launch(self._kernel, arguments, options))
 
         return launch
@@ -66,7 +67,7 @@ def compiled(launch: Launch, folder: Path) -> Compiled:
         elif value is None or parameter.is_constexpr:
             types[name], constants[(n,)] = "constexpr", value
         else:
-            types[name] = "i32"
+            types[name] = "fp32" if isinstance(value, float) else "i32"
         is_even = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
         if types[name] != "constexpr" and is_even and not parameter.do_not_specialize:
             aligned[(n,)] = [["tt.divisibility", 16]]

@@ -80,7 +80,7 @@ def attend(
     launch(
         _attend, (rows + PREFIX_PROGRAMS, kv_heads, chunks), query, data, *paths, plan, results, stats, scale, softcap, window, rows, groups, items * GROUP,
         *query.stride()[:2], *data.stride()[:2], paths.tables.stride(0),
-        CAPPED=softcap != 0.0, **shape, **order, **EXACT,
+        CAPPED=softcap != 0.0, **shape, **order, **EXACT, num_warps=max(4, padded // 16),
     )  # fmt: skip
     launch(
         _merge, (rows, kv_heads, chunks), results, stats, paths.seen, paths.groups, plan, sinks, out, window, groups, items * GROUP,
@@ -89,7 +89,7 @@ def attend(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group_count"])
 def _plan(
     groups, seen, out, group_count, most, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -151,7 +151,7 @@ def _add(largest, total, result, more_largest, more_total, more_result):
     return larger, total * kept + more_total * share, result * kept[:, None] + more_result * share[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "row_count", "group_count", "first_tail", "table_stride"])
 def _attend(
     rows_query, data, tables, table, committed, seen, branch, branches, groups, plan, results, stats,
     scale, softcap, window, row_count, group_count, first_tail,
@@ -256,7 +256,7 @@ def _attend(
         item += step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "group_count", "first_tail"])
 def _merge(
     results, stats, seen, groups, plan, sinks, out, window, group_count, first_tail,
     SINKS: tl.constexpr, QUERIES_PER_KV: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,

@@ -74,7 +74,7 @@ def silu_times(x: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "stride"])
 def _write_tables(tables, writes, count, stride, BLOCK: tl.constexpr):
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     table = tl.load(writes + 3 * n, n < count, 0)

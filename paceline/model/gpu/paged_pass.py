@@ -39,9 +39,7 @@ class Kernels(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor: ...
 
-    def add_norm(
-        self, x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
+    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]: ...
 
     def rotate_and_store(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.model.paged_attention import AttentionKernel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -29,7 +30,6 @@ from paceline.model.layer_weights import RotaryTables, stacked
 from paceline.model.layers import TorchNetwork
 from paceline.model.loading import build, outline
 from paceline.model.network_factory import Network, make_network
-from paceline.model.paged_attention import AttentionKernel
 from paceline.model.rows import Row, SlotTable
 from paceline.model.torch_attention import TorchAttention
 from tests.helpers.live_storages import LiveStorages

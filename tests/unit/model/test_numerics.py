@@ -33,8 +33,8 @@ from paceline.wire.target_codec import decode_target_description, encode_target_
 from paceline_services.target.engine_process import model_facts
 from paceline_services.target.target_worker import target_description, worker_record
 from tests.exactness.test_rows import network
-from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers import gpu_kernels
+from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.gpu_kernels import use_stand_ins
 from tests.helpers.llamas import peaked_llama
 from tests.helpers.targets import FREE

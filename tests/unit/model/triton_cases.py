@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
 from triton.runtime import interpreter
 
 from paceline.model.gpu import attention_kernels, triton_kernels
