@@ -44,8 +44,8 @@ def plan(paths: RowPaths) -> Tensor:
     """
     groups = len(paths.groups) - 1
     out = torch.empty(groups + 2, dtype=torch.int32, device=paths.groups.device)
-    launch(_plan, (1,), paths.groups, paths.seen, out, groups, MOST_ITEMS, GROUPS=triton.next_power_of_2(groups), GROUP=GROUP,
-                TILE=TILE, SPLIT=SPLIT)  # fmt: skip
+    order = {"GROUPS": triton.next_power_of_2(groups), "GROUP": GROUP, "TILE": TILE, "SPLIT": SPLIT}
+    launch(_plan, (1,), paths.groups, paths.seen, out, groups, MOST_ITEMS, **order)
     return out
 
 
@@ -78,12 +78,14 @@ def attend(
     shape = {"QUERIES_PER_KV": queries_per_kv, "SIZE": size, "PADDED_SIZE": padded, "HEADS": chunk}
     order = {"GROUPS": triton.next_power_of_2(groups), "GROUP": GROUP, "TILE": TILE, "SPLIT": SPLIT}
     launch(
-        _attend, (rows + PREFIX_PROGRAMS, kv_heads, chunks), query, data, *paths, plan, results, stats, scale, softcap, window, rows, groups, items * GROUP,
+        _attend, (rows + PREFIX_PROGRAMS, kv_heads, chunks),
+        query, data, *paths, plan, results, stats, scale, softcap, window, rows, groups, items * GROUP,
         *query.stride()[:2], *data.stride()[:2], paths.tables.stride(0),
         CAPPED=softcap != 0.0, **shape, **order, **EXACT, num_warps=max(4, padded // 16),
     )  # fmt: skip
     launch(
-        _merge, (rows, kv_heads, chunks), results, stats, paths.seen, paths.groups, plan, sinks, out, window, groups, items * GROUP,
+        _merge, (rows, kv_heads, chunks),
+        results, stats, paths.seen, paths.groups, plan, sinks, out, window, groups, items * GROUP,
         SINKS=sinks is not None, **shape, **order, **EXACT,
     )  # fmt: skip
     return out

@@ -58,7 +58,8 @@ def rotate_and_store(
     kv_heads = data.shape[1] // 2
     query = torch.empty(rows, count - 2 * kv_heads, size, dtype=projected.dtype, device=projected.device)
     launch(
-        _rotate_and_store, (rows, count), projected, positions, slots, cosines, sines, data, norms, query, eps, *data.stride()[:2],
+        _rotate_and_store, (rows, count),
+        projected, positions, slots, cosines, sines, data, norms, query, eps, *data.stride()[:2],
         KV_HEADS=kv_heads, SIZE=size, HALF=size // 2, BLOCK=triton.next_power_of_2(size), NORMS=norms is not None,
         num_warps=1,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How the rows of a pass find their keys in a GPU's memory: by tables of slots that stay there, and guesses' branches."""
+"""How the rows of a pass find their keys in a GPU's memory: by slot tables that stay there, and guesses' branches."""
 
 from __future__ import annotations
 

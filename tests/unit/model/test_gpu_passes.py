@@ -120,7 +120,7 @@ def test_branches_that_are_too_long_for_a_small_graph_take_a_larger_one(cache: K
     graphs = PassGraphs(lambda this: [this.tokens], cache, gpu_kernels, DeviceTables(2, 9, CPU), capture)
     table, branch = SlotTable([1, 2]), range(3, 3 + 100)
     [tokens] = graphs.run([table.branch_row(5, branch[: n + 93]) for n in range(8)]) or []
-    assert tokens.tolist() == [5] * 8 + [0] * 16
+    assert tokens.tolist() == [5] * 8 + [0] * 24
     assert graphs.run([table.branch_row(5, range(3, 3 + 40 * 256))] * 8) is None
 
 

@@ -1,5 +1,4 @@
-"""Our Triton kernels in Triton's interpreter, and as compiled for an H100. On a GPU tests/exactness/test_gpu.py runs them
-as they are."""
+"""Our Triton kernels in an interpreter, and as compiled for an H100. On a GPU tests/exactness/test_gpu.py runs them."""
 
 from __future__ import annotations
 

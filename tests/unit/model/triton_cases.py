@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The largest error; and whether a row alone, and with splits in one program, has the bits that it has in a pass."""
+    """The largest error; and whether rows alone, in another order, and with all splits in one program are the same."""
     rows = [*random_rows(random.Random(2), SLOTS, 16), *long_rows()]
     heads = KV_HEADS * queries_per_kv
     if "sinks" in options:
