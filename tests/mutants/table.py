@@ -36,6 +36,7 @@ REASONING = ("unit/grammar/test_reasoning_gate.py", "exactness/test_reasoning_gr
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
+PROBE = ("unit/model/test_row_probe.py",)
 FLASH = ("unit/model/test_paged_attention.py",)
 TRITON = ("unit/model/test_triton_attention.py",)
 NATIVE = ("exactness/test_native.py",)
@@ -554,6 +555,27 @@ MUTANTS = (
         "del self._prefixes[length // TILE + 1 :]",
         "del self._prefixes[length // TILE + 2 :]",
         (*ROWS, "unit/drafting/test_draft_model.py", "unit/engine/test_hidden_states.py"),
+    ),
+    Mutant(
+        "the probe looks at eight rows of a pass",
+        "paceline/model/row_probe.py",
+        "range(n)).logits, expected[:n])",
+        "range(8)).logits, expected[:8])",
+        PROBE,
+    ),
+    Mutant(
+        "the probe's passes have few rows beside those that it looks at",
+        "paceline/model/row_probe.py",
+        "model.run(rows[:n], range(n)).logits, expected[:n])",
+        "model.run(rows[:n][:16], range(n)[:16]).logits, expected[:n][:16])",
+        PROBE,
+    ),
+    Mutant(
+        "a GPU's products may be split",
+        "paceline/model/layers.py",
+        "= (False, False)",
+        "= (False, True)",
+        PROBE,
     ),
     # Native code: the same questions, and what threads and memory may do.
     Mutant(
