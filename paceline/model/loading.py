@@ -165,8 +165,9 @@ def build(
     """
     set_up_transformers()
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    network = network.to(_device(config.device)).eval().requires_grad_(False)
-    use_whole_sums(network.device)
+    device = _device(config.device)
+    use_whole_sums(device)
+    network = network.to(device).eval().requires_grad_(False)
     positions = positions_of(settings, name, config.max_model_len)
     max_model_len = config.max_model_len or positions
     fix_rope_frequencies(network, max_model_len)
