@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.core.upload import upload
+
 Integers = TypeVar("Integers", Tensor, npt.NDArray[np.uint32])
 
 _32_BITS = 0xFFFF_FFFF
@@ -53,9 +55,19 @@ def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -
     Row i is keyed by `seeds[i]` (below 2^64) and `positions[i]`. `tokens`: ids, int64 [V] for all rows or [R, V];
     different ids in a row get different integers.
     """
-    keys = [divmod(position_key(seed, position), 2**32) for seed, position in zip(seeds, positions, strict=True)]
-    first_R1, second_R1 = torch.tensor(keys, device=tokens.device)[:, None].unbind(-1)
-    return mix(tokens ^ first_R1, second_R1)
+    first_R, second_R = upload(tokens.device, *position_keys(seeds, positions))
+    return keyed_bits(tokens, first_R, second_R)
+
+
+def keyed_bits(tokens: Tensor, first_R: Tensor, second_R: Tensor) -> Tensor:
+    """`noise_bits` by both columns of `position_keys`, on the device of the tokens."""
+    return mix(tokens ^ first_R.long()[:, None], second_R.long()[:, None])
+
+
+def position_keys(seeds: Sequence[int], positions: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The upper and the lower 32 bits of each row's `position_key`."""
+    keys = [position_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    return [key >> 32 for key in keys], [key & _32_BITS for key in keys]
 
 
 def gumbel(bits: Tensor) -> Tensor:

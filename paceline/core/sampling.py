@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -38,7 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.logits_rules import MASKED, SamplingRow, apply_logits_rules
-from paceline.core.noise import gumbel, mix, noise_bits, position_key
+from paceline.core.noise import gumbel, keyed_bits, mix, position_keys
+from paceline.core.upload import upload
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -46,9 +47,13 @@ Candidates: TypeAlias = tuple[IntArray, npt.NDArray[np.uint32]]
 FindCandidates: TypeAlias = Callable[[FloatArray, npt.NDArray[np.uint32], IntArray, float], Candidates | None]
 """A faster `_candidates`: it takes the same arguments and `ROUNDING_MARGIN`, and returns the same result, or None where
 it cannot run."""
+Filters: TypeAlias = tuple[float, int, float]
+"""min_p, top_k and top_p."""
 
 TOP_P_UNITS = 2**40
 """Probabilities are summed as multiples of 1 / this."""
+TOP_P_CANDIDATES = (64, 512)
+"""How many of the largest logits top-p tries before it sorts the vocabulary."""
 VECTOR = 4
 """Float32 numbers in one vector load of a GPU."""
 ROUNDING_MARGIN = 1.001
@@ -60,12 +65,13 @@ LOWEST_TEMPERATURE = 0.01
 def draw(logits_RV: Tensor, rows: Sequence[SamplingRow], find: FindCandidates | None = None) -> Tensor:
     """The drawn tokens, int64 [R]: the largest of `scores`. Logits of any float type are not modified.
 
-    On CPUs noise is computed only for tokens that can still win, which `find` finds, or numpy.
+    On CPUs noise is computed only for tokens that can still win, which `find` finds, or numpy. On a GPU nothing waits
+    where all rows have a temperature of 0; else the draws are read, and the result is on the CPU.
     """
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
     ruled = any(row.history.has_logits_rules for row in rows)
     if noisy and logits_RV.device.type != "cpu":
-        return scores(logits_RV, rows).argmax(-1)
+        return _draw_on_gpu(logits_RV, rows)
     logits_RV = apply_logits_rules(logits_RV, rows) if ruled else logits_RV.float()
     if logits_RV.device.type != "cpu":
         return logits_RV.argmax(-1)
@@ -82,9 +88,8 @@ def scores(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     A masked or filtered token has -inf. At T > 0 a row is relative to its largest logit, so that float32 is finest
     where the draw is decided; at T = 0 it holds the logits after step 3.
     """
-    return _scored(
-        apply_logits_rules(logits_RV, rows), rows, torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    )
+    ids_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    return _scored(apply_logits_rules(logits_RV, rows), rows, ids_V)[0]
 
 
 def top_scores(
@@ -96,7 +101,7 @@ def top_scores(
     see only these tokens. `ids_V`: the columns' token ids, each once; None: column n is token n.
     """
     logits_RK, tokens_RK = _top_logits(logits_RV, rows, count, ids_V)
-    scores_RK = _scored(logits_RK, rows, tokens_RK)
+    scores_RK, _ = _scored(logits_RK, rows, tokens_RK)
     if all(row.params.greedy for row in rows):
         return tokens_RK, scores_RK
     scores_RK, order_RK = scores_RK.sort(dim=-1, descending=True, stable=True)
@@ -117,8 +122,8 @@ def top_probabilities(
     Filters see only these tokens; `ids_V` as in `top_scores`.
     """
     logits_RK, tokens_RK = _top_logits(logits_RV, rows, count, ids_V)
-    any_R1 = logits_RK[:, :1] > MASKED
-    return tokens_RK, _probabilities(logits_RK, rows).where(any_R1, 0.0)
+    none_R1 = ~(logits_RK[:, :1] > MASKED)
+    return tokens_RK, _probabilities(logits_RK, rows).masked_fill_(none_R1, 0.0)
 
 
 def is_finite(logits_RV: Tensor) -> bool:
@@ -157,30 +162,54 @@ def _top_logits(
 def _probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Steps 4 and 5 and a softmax. Overwrites `logits_RV`."""
     greedy = [i for i, row in enumerate(rows) if row.params.greedy]
-    largest_G = logits_RV[greedy].argmax(-1)
+    filters = _same_filters(rows)
+    greedy_G, temperatures_R, *members = upload(logits_RV.device, greedy, _temperatures(rows), *filters.values())
+    greedy_G = greedy_G.long()
+    largest_G = logits_RV.index_select(0, greedy_G).argmax(-1)
     if len(greedy) < len(rows):
-        _scale_and_filter(logits_RV, rows)
-    logits_RV[greedy] = MASKED
-    logits_RV[greedy, largest_G] = 0.0
+        _scale(logits_RV, temperatures_R)
+        _filter(logits_RV, dict(zip(filters, members, strict=True)))
+    logits_RV.index_fill_(0, greedy_G, MASKED)
+    logits_RV.index_put_((greedy_G, largest_G), logits_RV.new_zeros(()))
     return logits_RV.softmax(-1)
 
 
-def _scored(logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
-    """Steps 4 to 6, in place. `tokens`: the columns' token ids, [V] for all rows or [R, V]."""
+def _scored(
+    logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor, candidates: int | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Steps 4 to 6, in place. `tokens`: the columns' token ids, [V] for all rows or [R, V]. The rest as `_filter`."""
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if noisy and len(noisy) == len(rows):
-        return _add_noise(logits_RV, rows, tokens)
-    if noisy:
-        these = tokens if tokens.dim() == 1 else tokens[noisy]
-        logits_RV[noisy] = _add_noise(logits_RV[noisy], [rows[i] for i in noisy], these)
-    return logits_RV
+    if not noisy:
+        return logits_RV, []
+    drawn = [rows[i] for i in noisy]
+    filters = _same_filters(drawn)
+    keys = position_keys([row.params.seed for row in drawn], [row.position for row in drawn])
+    noisy_N, temperatures_N, first_N, second_N, *members = upload(
+        logits_RV.device, noisy, _temperatures(drawn), *keys, *filters.values()
+    )
+    logits_NV, noisy_N = logits_RV, noisy_N.long()
+    if len(noisy) < len(rows):
+        logits_NV = logits_RV.index_select(0, noisy_N)
+        tokens = tokens if tokens.dim() == 1 else tokens.index_select(0, noisy_N)
+    _scale(logits_NV, temperatures_N)
+    enough = _filter(logits_NV, dict(zip(filters, members, strict=True)), candidates)
+    logits_NV.add_(gumbel(keyed_bits(tokens, first_N, second_N)))
+    return logits_NV if len(noisy) == len(rows) else logits_RV.index_copy_(0, noisy_N, logits_NV), enough
 
 
-def _add_noise(logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
-    """Steps 4 to 6 for rows with a temperature above 0. Overwrites and returns `logits_RV`."""
-    _scale_and_filter(logits_RV, rows)
-    bits_RV = noise_bits([row.params.seed for row in rows], [row.position for row in rows], tokens)
-    return logits_RV.add_(gumbel(bits_RV))
+def _draw_on_gpu(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The largest of `scores`, int64 [R] on the CPU, in one read, but for the rare rows whose top-p has more tokens
+    than candidates: these show in the same read, and all is drawn again."""
+    vocabulary = logits_RV.shape[-1]
+    ids_V = torch.arange(vocabulary, device=logits_RV.device)
+    tokens: list[int] = []
+    for candidates in (TOP_P_CANDIDATES[-1], vocabulary):
+        scores_RV, enough = _scored(apply_logits_rules(logits_RV, rows), rows, ids_V, candidates)
+        found = torch.cat((scores_RV.argmax(-1), *(each.long().view(1) for each in enough))).tolist()
+        tokens = found[: len(rows)]
+        if all(found[len(rows) :]):
+            break
+    return torch.tensor(tokens)
 
 
 def _draw_on_cpu(
@@ -193,8 +222,9 @@ def _draw_on_cpu(
     """
     x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
     x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
-    _filter(torch.from_numpy(x_RV), rows)
-    keys_R2 = np.array([divmod(position_key(row.params.seed, row.position), 2**32) for row in rows], dtype=np.uint32)
+    _filter(torch.from_numpy(x_RV), {each: torch.tensor(members) for each, members in _same_filters(rows).items()})
+    keys = position_keys([row.params.seed for row in rows], [row.position for row in rows])
+    keys_R2 = np.ascontiguousarray(np.array(keys, dtype=np.uint32).T)
     found = find(x_RV, keys_R2, largest_R, ROUNDING_MARGIN) if find is not None else None
     rivals_N, bits_N = found or _candidates(x_RV, keys_R2, largest_R)
     if len(rivals_N) > len(rows):
@@ -223,51 +253,73 @@ def _candidates(x_RV: FloatArray, keys_R2: npt.NDArray[np.uint32], largest_R: In
     return rivals_N, bits_RV.reshape(-1)[rivals_N]
 
 
-def _scale_and_filter(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Steps 4 and 5, in place: every row relative to its largest logit. Rows with T = 0 become meaningless."""
+def _scale(logits_RV: Tensor, temperatures_R: Tensor) -> None:
+    """Step 4, in place: every row relative to its largest logit. Rows with T = 0 become meaningless."""
     logits_RV -= logits_RV.amax(-1, keepdim=True)
-    logits_RV /= torch.tensor(_temperatures(rows), device=logits_RV.device)[:, None]
-    _filter(logits_RV, rows)
+    logits_RV /= temperatures_R.float()[:, None]
 
 
 def _temperatures(rows: Sequence[SamplingRow]) -> list[float]:
     return [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]
 
 
-def _filter(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Step 5, in place, for rows whose largest logit is 0."""
-    same_filters: defaultdict[tuple[float, int, float], list[int]] = defaultdict(list)
+def _same_filters(rows: Iterable[SamplingRow]) -> dict[Filters, list[int]]:
+    """Indices of the rows with the same filters."""
+    members: defaultdict[Filters, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         if row.params.filtered:
-            same_filters[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
-    for (min_p, top_k, top_p), members in same_filters.items():
-        logits_RV[members] = _filtered(logits_RV[members], min_p, top_k, top_p)
+            members[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
+    return members
 
 
-def _filtered(logits_RV: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+def _filter(logits_RV: Tensor, filters: Mapping[Filters, Tensor], candidates: int | None = None) -> list[Tensor]:
+    """Step 5, in place, for rows whose largest logit is 0. `filters`: the indices of the rows with each.
+
+    `candidates`: top-p looks at so many of the largest logits, and nothing waits for a GPU. Returns for each top-p
+    whether they were enough, bool []; if not, too few tokens are left.
+    """
+    enough: list[Tensor] = []
+    for each, members in filters.items():
+        if len(members) == len(logits_RV):
+            enough += _filter_alike(logits_RV, each, candidates)
+        else:
+            rows = members.long()
+            part = logits_RV.index_select(0, rows)
+            enough += _filter_alike(part, each, candidates)
+            logits_RV.index_copy_(0, rows, part)
+    return enough
+
+
+def _filter_alike(logits_RV: Tensor, filters: Filters, candidates: int | None) -> list[Tensor]:
+    """`_filter` for rows that all have the same filters."""
+    min_p, top_k, top_p = filters
     if min_p > 0:  # relative to the largest, whose logit is 0
-        logits_RV = logits_RV.masked_fill(logits_RV < math.log(min_p), MASKED)
+        logits_RV.masked_fill_(logits_RV < math.log(min_p), MASKED)
     if 0 < top_k < logits_RV.shape[-1]:
-        logits_RV = logits_RV.masked_fill(logits_RV < logits_RV.topk(top_k).values[:, -1:], MASKED)
-    if top_p < 1:
-        logits_RV = logits_RV.masked_fill(logits_RV < _top_p_threshold(logits_RV, top_p), MASKED)
-    return logits_RV
+        logits_RV.masked_fill_(logits_RV < logits_RV.topk(top_k).values[:, -1:], MASKED)
+    if top_p == 1:
+        return []
+    threshold_R1, enough = _top_p_threshold(logits_RV, top_p, candidates)
+    logits_RV.masked_fill_(logits_RV < threshold_R1, MASKED)
+    return enough
 
 
-def _top_p_threshold(logits_RV: Tensor, top_p: float) -> Tensor:
+def _top_p_threshold(logits_RV: Tensor, top_p: float, candidates: int | None) -> tuple[Tensor, list[Tensor]]:
     """The smallest logit that top-p keeps, [R, 1]: the tokens with larger logits have less than `top_p` in sum.
 
     Sorting a vocabulary is slow and most distributions are peaked, so a few of the largest logits are tried first.
-    Their number does not change the result: the sums run from the largest down.
+    Their number does not change the result: the sums run from the largest down. The second result is `_filter`'s.
     """
     # Not logsumexp: it splits a single long row among threads, so the order of summation would depend on the other
     # rows. Sums of integers are the same in any order.
+    vocabulary = logits_RV.shape[-1]
     largest_R1 = log_softmax(logits_RV).amax(-1, keepdim=True)
-    enough = math.ceil(top_p * TOP_P_UNITS)
-    for candidates in (64, 512, logits_RV.shape[-1]):
-        values_RK = logits_RV.topk(min(candidates, logits_RV.shape[-1])).values
+    needed = math.ceil(top_p * TOP_P_UNITS)
+    for tried in (*TOP_P_CANDIDATES, vocabulary) if candidates is None else (candidates,):
+        values_RK = logits_RV.topk(min(tried, vocabulary)).values
         mass_RK = (values_RK + largest_R1).exp().mul(TOP_P_UNITS).long().cumsum(-1)
-        if bool((mass_RK[:, -1] >= enough).all()):
+        enough = [(mass_RK[:, -1] >= needed).all()] if tried < vocabulary else []
+        if candidates is None and all(map(bool, enough)):
             break
-    kept_R1 = (mass_RK < enough).sum(-1, keepdim=True).clamp(max=values_RK.shape[-1] - 1)
-    return values_RK.gather(-1, kept_R1)
+    kept_R1 = (mass_RK < needed).sum(-1, keepdim=True).clamp(max=values_RK.shape[-1] - 1)
+    return values_RK.gather(-1, kept_R1), enough

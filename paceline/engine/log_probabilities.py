@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import log_softmax
+from paceline.core.upload import upload
 from paceline.messages import LogProbs
 
 
@@ -23,35 +24,25 @@ def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int, listed: Sequen
     `listed`: report these tokens, in this order, in place of the most probable ones.
     """
     log_probs_RV = log_softmax(logits_RV)
-    tokens_R1 = torch.tensor(tokens, device=log_probs_RV.device)[:, None]
+    tokens_R, listed_K = upload(log_probs_RV.device, tokens, listed)
+    tokens_R1 = tokens_R.long()[:, None]
     chosen_R1 = log_probs_RV.gather(-1, tokens_R1)
     ids_V = torch.arange(log_probs_RV.shape[-1], device=log_probs_RV.device)
     before_RV = (log_probs_RV > chosen_R1) | ((log_probs_RV == chosen_R1) & (ids_V < tokens_R1))
-    if listed:
-        ids_RK = torch.tensor(listed, device=log_probs_RV.device).expand(len(log_probs_RV), -1)
-        values_RK = log_probs_RV.gather(-1, ids_RK)
-    else:
-        ids_RK, values_RK = _largest(log_probs_RV, top)
+    ids_RK = listed_K.long().expand(len(tokens), -1) if listed else _most_probable(log_probs_RV, ids_V, top)
+    values_RK = log_probs_RV.gather(-1, ids_RK)
+    parts = chosen_R1, before_RV.sum(-1, keepdim=True), ids_RK, values_RK
+    found_RN = torch.cat([part.double() for part in parts], -1).tolist()  # one read of a GPU
     return [
-        LogProbs(chosen, list(zip(ids, values, strict=True)), 1 + before)
-        for chosen, before, ids, values in zip(
-            chosen_R1[:, 0].tolist(), before_RV.sum(-1).tolist(), ids_RK.tolist(), values_RK.tolist(), strict=True
-        )
+        LogProbs(chosen, [*zip(map(int, each[: len(each) // 2]), each[len(each) // 2 :], strict=True)], 1 + int(before))
+        for chosen, before, *each in found_RN
     ]
 
 
-def _largest(values_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and values [R, K] of the `count` largest of each row.
+def _most_probable(log_probs_RV: Tensor, ids_V: Tensor, count: int) -> Tensor:
+    """Ids [R, K] of the `count` most probable tokens of each row, the lowest ids first among equals.
 
-    `topk` takes any among equals, so it only says how large the smallest of them is.
+    `topk` takes any among equals, so it chooses among integers that are not: bits of a distance from 0 rise with it.
     """
-    rows, count = len(values_RV), min(count, values_RV.shape[-1])
-    if not count:
-        return torch.empty(rows, 0, dtype=torch.int64), torch.empty(rows, 0)
-    kept_RV = values_RV >= values_RV.topk(count).values[:, -1:]
-    if int(kept_RV.sum()) == rows * count:
-        ids_RK = kept_RV.nonzero()[:, 1].view(rows, count)
-    else:  # others equal the smallest
-        ids_RK = values_RV.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    values_RK, order_RK = values_RV.gather(-1, ids_RK).sort(dim=-1, descending=True, stable=True)
-    return ids_RK.gather(-1, order_RK), values_RK
+    keys_RV = (log_probs_RV.abs().view(torch.int32).long() << 32) | ids_V
+    return keys_RV.topk(min(count, len(ids_V)), largest=False).values & 0xFFFF_FFFF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_library import DTYPES, NativeProduct
 from paceline.model.rows import GROUP, Row, device_integers
 from paceline.model.torch_attention import TorchAttention
+
+log = logging.getLogger(__name__)
 
 CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position, [R, 1, D]."""
@@ -291,6 +294,25 @@ def _row_parallel_linear(weight: Matrix, bias: Tensor | None, sums: AllReduce | 
 def pad_rows(x: Tensor) -> Tensor:
     """[rows, n], padded with zero rows to a multiple of GROUP."""
     return F.pad(x, (0, 0, 0, -len(x) % GROUP))
+
+
+def use_whole_sums(device: torch.device) -> None:
+    """On a GPU, let no product in 16 bits be a sum of parts, for the whole process.
+
+    cuBLAS may split a sum over the inputs (split-K) at some numbers of rows only, which changes a row's bits. Only its
+    cuBLASLt can be told not to, and only for 16 bits: float32 products stay as they are. Products may be slower.
+    """
+    if device.type != "cuda":
+        return
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "allow_bf16_reduced_precision_reduction_split_k"):
+        log.warning(
+            "torch %s cannot switch split-K off: rows may depend on the other rows of a pass", torch.__version__
+        )
+        return
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    # Of each pair: whether partial sums may have 16 bits, and whether there may be partial sums.
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 MAX_ROWS_PER_PRODUCT = 32

@@ -25,6 +25,7 @@ from paceline.model.checkpoint import (
 )
 from paceline.model.decoder import make_model
 from paceline.model.device_memory import gigabytes, use_device
+from paceline.model.layers import use_whole_sums
 from paceline.model.model import Model, ModelInfo, TransformersModel
 from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of, quantization_of
@@ -164,7 +165,9 @@ def build(
     """
     set_up_transformers()
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    network = network.to(use_device(config.device)).eval().requires_grad_(False)
+    device = use_device(config.device)
+    use_whole_sums(device)
+    network = network.to(device).eval().requires_grad_(False)
     positions = positions_of(settings, name, config.max_model_len)
     max_model_len = config.max_model_len or positions
     fix_rope_frequencies(network, max_model_len)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from paceline.core.policy.step_cost import LearnedRowCost, RowCost
 from paceline.model.model import Model
-from paceline.model.rows import TILE, Row, SlotTable
+from paceline.model.rows import GROUP, TILE, Row, SlotTable
+
+log = logging.getLogger(__name__)
 
 PROBE_CONTEXT = 2 * TILE - 5
 """Committed positions of the probe: two tiles, the second one almost full."""
@@ -29,18 +32,55 @@ QUICK_SECONDS = 0.5
 SHORTEST_PASS_S = 1e-9
 """A clock may not see a shorter one."""
 
-ROW_COUNTS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 192, 256)
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 97, 128, 129, 192, 193, 256)
+"""Rows of the passes that `measure_row_cost` measures. On a GPU a CUDA graph has 8, 16, 24, 32, 48, 64, 96, 128, 192 or
+256 rows, and a pass is padded to the next of these: a step in the cost has a count on either side."""
+PROBED_COUNTS = range(GROUP, ROW_COUNTS[-1] + 1, GROUP)
+"""Rows of the passes that `differing_row_counts` compares on a GPU. Rows are padded to multiples of GROUP, so these are
+all numbers of rows that a product can have, in layers and in the output matrix, up to the rows of a default pass."""
 
 
-def is_row_invariant(model: Model) -> bool:
-    """Whether a path has the same logits, bit for bit, token by token and as a branch of a tree.
+def is_row_invariant(model: Model, counts: Iterable[int] = ()) -> bool:
+    """Whether a path has the same logits, bit for bit, token by token, as a branch of a tree, and in passes of `counts`
+    rows. The log names the counts where it does not.
 
-    Slots are scattered, the path crosses a tile border, and every node on it has a sibling. The context is computed in
-    one pass for the one, and in two for the other.
+    Without `counts` this proves that a row sees its own path only, wherever its slots are, and that products over 8 and
+    16 rows, and the output matrix over 8, sum alike. `PROBED_COUNTS` add all other numbers of rows: where a library
+    chooses a kernel by the number of rows, any of them may sum in another order. Larger passes, other tokens and longer
+    paths are not tried.
     """
-    length = max(1, min(PROBE_CONTEXT, model.max_model_len - 16, model.slots // 4))
-    tokens = [(7 * i + 3) % model.vocabulary_size for i in range(length + PROBED_TOKENS)]
-    slots = iter(range(model.slots, 0, -1))
+    if differing := differing_row_counts(model, counts):
+        log.warning("a row's result differs in passes of %s rows", ", ".join(map(str, differing)))
+    return _is_tree_exact(model) and not differing
+
+
+def differing_row_counts(model: Model, counts: Iterable[int]) -> list[int]:
+    """Those of `counts` for which a row of a pass with so many rows, all of them wanted, has other logits than alone.
+
+    A pass has as many copies of a chain of guesses as fit, so each of its rows is known: a kernel may treat the rows of
+    one block otherwise than the rest. Counts for which the model has too few slots are left out.
+    """
+    slots, tokens, length = _probed_path(model)
+    counts = [count for count in counts if count <= model.slots - len(tokens)]
+    if not counts:
+        return []
+    table = _context(model, tokens[:length], slots, length)
+    first = len(table)
+    alone = torch.stack(_one_by_one(model, tokens[length:], table, slots))
+    table.truncate(first)
+    free = list(itertools.islice(slots, max(counts)))
+    rows = [
+        table.branch_row(tokens[length + i % PROBED_TOKENS], free[i - i % PROBED_TOKENS : i + 1])
+        for i in range(max(counts))
+    ]
+    expected = alone.repeat(-(-max(counts) // PROBED_TOKENS), 1)
+    return [n for n in counts if not torch.equal(model.run(rows[:n], range(n)).logits, expected[:n])]
+
+
+def _is_tree_exact(model: Model) -> bool:
+    """Slots are scattered, the path crosses a tile border, and every node on it has a sibling. The context is computed
+    in one pass for the path alone, and in two for the tree."""
+    slots, tokens, length = _probed_path(model)
     alone = _one_by_one(model, tokens[length:], _context(model, tokens[:length], slots, length), slots)
     table = _context(model, tokens[:length], slots, 1)
     rows: list[Row] = []
@@ -53,6 +93,13 @@ def is_row_invariant(model: Model) -> bool:
         rows.append(table.branch_row(token, branch))
     together = model.run(rows, wanted).logits
     return all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def _probed_path(model: Model) -> tuple[Iterator[int], list[int], int]:
+    """All slots, the last one first; the probe's tokens; how many of these are the context."""
+    length = max(1, min(PROBE_CONTEXT, model.max_model_len - 16, model.slots // 4))
+    tokens = [(7 * i + 3) % model.vocabulary_size for i in range(length + PROBED_TOKENS)]
+    return iter(range(model.slots, 0, -1)), tokens, length
 
 
 def _context(model: Model, tokens: Sequence[int], slots: Iterator[int], split: int) -> SlotTable:

@@ -46,12 +46,15 @@ def run(console: Console, device: str, sizes: Collection[str], context: int | No
         cost = measure_row_cost(model, MOST, context=context)
         found[size] = {
             "numerics": model.numerics,
+            "rows_invariant": model.rows_invariant,
             "weight_bytes": weight_bytes,
             "ms": {rows: round(1e3 * cost(rows), 3) for rows in ROW_COUNTS if rows <= MOST},
         }
     table = Table("rows", *found)
     for rows in next(iter(found.values()))["ms"]:
         table.add_row(str(rows), *(f"{each['ms'][rows]:.3f} ms" for each in found.values()))
+    invariant = ("yes" if each["rows_invariant"] else "no" for each in found.values())
+    table.add_row("rows invariant", *invariant)
     console.print(table)
     return {"device": device, "context": context, "passes": found}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core import sampling
-from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.logits_rules import History, SamplingRow, apply_logits_rules
 from paceline.core.noise import gumbel, noise_bits
 from paceline.core.sampling import LOWEST_TEMPERATURE, FindCandidates, draw, scores, top_scores
 from paceline.engine.log_probabilities import log_probs
@@ -146,9 +146,7 @@ def test_the_distribution_is_the_formula_s(params: SamplingParams, seed: int) ->
 
 def ruled(history: History, logits: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
     """Logits after `apply_logits_rules`."""
-    logits = logits.clone()
-    history.apply_logits_rules(logits, path)
-    return logits
+    return apply_logits_rules(logits[None], [SamplingRow(history.params, 0, history, path)])[0]
 
 
 def test_a_path_counts_like_output_and_leaves_no_trace(params: SamplingParams) -> None:

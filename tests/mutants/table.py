@@ -31,11 +31,13 @@ class Mutant:
 TREE = ("unit/core/test_tree.py", "exactness/test_enumeration.py", "exactness/test_strategies_engine.py")
 VERIFY = ("exactness/test_verify.py", "exactness/test_enumeration.py")
 SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/drafting/test_draft_model.py")
+GPU_DRAWS = ("unit/core/test_draws_on_a_gpu.py",)
 GRAMMAR = ("unit/grammar/test_grammar.py",)
 REASONING = ("unit/grammar/test_reasoning_gate.py", "exactness/test_reasoning_grammar.py")
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
+PROBE = ("unit/model/test_row_probe.py",)
 GPU_PASSES = ("unit/model/test_gpu_passes.py",)
 TRITON = ("unit/model/test_triton_kernels.py",)
 LOADING_PEAK = ("unit/model/test_loading_peak.py",)
@@ -179,8 +181,8 @@ MUTANTS = (
     Mutant(
         "a token that is not allowed may be drawn",
         "paceline/core/logits_rules.py",
-        "logits_V.masked_fill(self._disallowed, MASKED)",
-        "logits_V - self._disallowed.float()",
+        "logits_V.masked_fill(disallowed, MASKED)",
+        "logits_V - disallowed.float()",
         SAMPLING,
     ),
     Mutant(
@@ -207,15 +209,15 @@ MUTANTS = (
     Mutant(
         "top_p leaves out the token that reaches it",
         "paceline/core/sampling.py",
-        "kept_R1 = (mass_RK < enough).sum(-1, keepdim=True).clamp(",
-        "kept_R1 = (mass_RK < enough).sum(-1, keepdim=True).sub(1).clamp(min=0, ",
+        "kept_R1 = (mass_RK < needed).sum(-1, keepdim=True).clamp(",
+        "kept_R1 = (mass_RK < needed).sum(-1, keepdim=True).sub(1).clamp(min=0, ",
         SAMPLING,
     ),
     Mutant(
         "penalties do not see the guesses on the way",
         "paceline/core/logits_rules.py",
-        "seen_V, counts_V = self._token_counts(path)",
-        "seen_V, counts_V = self._token_counts(())",
+        "*self.token_counts(path, logits_V.device)",
+        "*self.token_counts((), logits_V.device)",
         (*SAMPLING, *API),
     ),
     Mutant(
@@ -233,10 +235,38 @@ MUTANTS = (
         SAMPLING,
     ),
     Mutant(
+        "a GPU's penalties do not see the guesses on the way",
+        "paceline/core/logits_rules.py",
+        "if any(paths):",
+        "if False:",
+        GPU_DRAWS,
+    ),
+    Mutant(
+        "a GPU masks all tokens of a row where another row has some left",
+        "paceline/core/logits_rules.py",
+        "(masked_NV == MASKED).all(-1, keepdim=True), logits_NV",
+        "(masked_NV == MASKED).all(), logits_NV",
+        GPU_DRAWS,
+    ),
+    Mutant(
+        "a GPU draws from too few tokens where top-p has many",
+        "paceline/core/sampling.py",
+        "if all(found[len(rows) :]):",
+        "if True:",
+        GPU_DRAWS,
+    ),
+    Mutant(
+        "temperatures of a batch with greedy rows go to other rows",
+        "paceline/core/sampling.py",
+        "logits_NV = logits_RV.index_select(0, noisy_N)",
+        "logits_NV = logits_RV[: len(noisy)].clone()",
+        (*SAMPLING, *GPU_DRAWS),
+    ),
+    Mutant(
         "a shortlist's noise is that of places, not of tokens",
         "paceline/core/sampling.py",
-        "scores_RK = _scored(logits_RK, rows, tokens_RK)",
-        "scores_RK = _scored(logits_RK, rows, torch.arange(tokens_RK.shape[-1], device=tokens_RK.device))",
+        "scores_RK, _ = _scored(logits_RK, rows, tokens_RK)",
+        "scores_RK, _ = _scored(logits_RK, rows, torch.arange(tokens_RK.shape[-1], device=tokens_RK.device))",
         SAMPLING,
     ),
     Mutant(
@@ -634,6 +664,27 @@ MUTANTS = (
         "del self._prefixes[length // TILE + 1 :]",
         "del self._prefixes[length // TILE + 2 :]",
         (*ROWS, "unit/drafting/test_draft_model.py", "unit/engine/test_hidden_states.py"),
+    ),
+    Mutant(
+        "the probe looks at eight rows of a pass",
+        "paceline/model/row_probe.py",
+        "range(n)).logits, expected[:n])",
+        "range(8)).logits, expected[:8])",
+        PROBE,
+    ),
+    Mutant(
+        "the probe's passes have few rows beside those that it looks at",
+        "paceline/model/row_probe.py",
+        "model.run(rows[:n], range(n)).logits, expected[:n])",
+        "model.run(rows[:n][:16], range(n)[:16]).logits, expected[:n][:16])",
+        PROBE,
+    ),
+    Mutant(
+        "a GPU's products may be split",
+        "paceline/model/layers.py",
+        "= (False, False)",
+        "= (False, True)",
+        PROBE,
     ),
     # Native code: the same questions, and what threads and memory may do.
     Mutant(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.logits_rules import History, SamplingRow
+from paceline.core.logits_rules import History, SamplingRow, apply_logits_rules
 from paceline.core.sampling import draw
 from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.drafting.speculator import Limit, Opening
@@ -141,8 +141,7 @@ def check_draws(method: Method, request: Feeding, history: History) -> int:
         if children.keys() == children_of(request, parent):
             assert max(children, key=children.__getitem__) == draws[parent]
         if history.params.temperature == 0:
-            history.apply_logits_rules(logits, seen)
-            log_probs = logits.log_softmax(-1)
+            log_probs = apply_logits_rules(logits[None], [row])[0].log_softmax(-1)
             assert children == pytest.approx({t: float(log_probs[t]) for t in children}, abs=method.tolerance)
     return draws.get((), -1)
 

@@ -445,11 +445,14 @@ def test_the_engine_and_its_frames_are_measured(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_passes_are_measured_by_their_rows() -> None:
-    found = pass_times.run(Console(quiet=True), "cpu", ["shipped"])["passes"]["shipped"]
+    printed = io.StringIO()
+    found = pass_times.run(Console(file=printed), "cpu", ["shipped"])["passes"]["shipped"]
     assert list(found["ms"])[:4] == [1, 2, 3, 4]
     assert max(found["ms"]) == 64
     assert 0 < found["ms"][1] <= found["ms"][64]
     assert "cpu" in found["numerics"]
+    assert found["rows_invariant"] is True
+    assert ["rows", "invariant", "yes"] in [line.replace("│", " ").split() for line in printed.getvalue().splitlines()]
 
 
 def test_passes_of_any_model_are_measured_after_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
