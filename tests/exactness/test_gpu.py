@@ -19,7 +19,6 @@ from paceline.model.paged_attention import FLASH_ATTN, FLASH_ATTN_MODULE, TRITON
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import TILE, Row, SlotTable
 from paceline.model.torch_attention import TORCH
-from paceline_lab.bench.gpu_report import WAYS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +30,14 @@ ENGINE = {"device": GPU, "slots": 4096}
 
 
 KERNELS = [FLASH_ATTN, TRITON]
+WAYS = {
+    "flash-attn, graphs": {"PACELINE_ATTENTION": FLASH_ATTN},
+    "flash-attn": {"PACELINE_ATTENTION": FLASH_ATTN, "PACELINE_CUDA_GRAPHS": "0"},
+    "triton, graphs": {"PACELINE_ATTENTION": TRITON},
+    "triton": {"PACELINE_ATTENTION": TRITON, "PACELINE_CUDA_GRAPHS": "0"},
+    "torch": {"PACELINE_ATTENTION": TORCH},
+}
+"""Environments."""
 
 
 @pytest.fixture(params=WAYS)
