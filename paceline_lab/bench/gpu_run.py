@@ -16,7 +16,7 @@ that fails or is killed loses only the figures that it has not printed. The repo
 Nothing is installed or downloaded.
 
 The report has, by step, `exit_code`, `seconds`, `limit_s`, `killed`, `figures` (each module of `paceline_lab.bench.gpu`
-says what they are) and `last_lines`; and `goals`, figures beside what they should be, None where nothing was measured.
+says what they are) and `last_lines`; and on a GPU `goals`: figures beside what they should be, None where nothing was measured.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def run(console: Console, device: str, budget_s: float, only: Sequence[str], out
         weight -= step.seconds
         with console.status(f"{name}, up to {limit_s:.0f} s"):
             done = report["steps"][name] = run_step(step.command, limit_s)
-        report["goals"] = [goal.row(report["steps"]) for goal in GOALS]
+        if device.startswith("cuda"):
+            report["goals"] = [goal.row(report["steps"]) for goal in GOALS]
         _write(output, report)
         ended = "killed" if done["killed"] else f"exit code {done['exit_code']}"
         console.print(f"{name}: {ended}, {done['seconds']} s")
