@@ -16,7 +16,8 @@ that fails or is killed loses only the figures that it has not printed. The repo
 Nothing is installed or downloaded.
 
 The report has, by step, `exit_code`, `seconds`, `limit_s`, `killed`, `figures` (each module of `paceline_lab.bench.gpu`
-says what they are) and `last_lines`; and on a GPU `goals`: figures beside what they should be, None where nothing was measured.
+says what they are) and `last_lines`; and on a GPU `goals`: figures beside what they should be, None where nothing was
+measured.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 def _captured(works: Sequence[Work], device: torch.device) -> Work:
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # what libraries allocate at their first call is outside the graph
             for work in works:
                 work()
