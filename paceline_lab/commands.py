@@ -114,13 +114,15 @@ def passes(
 @bench.command()
 def gpu(
     device: Device = "cuda:0",
+    budget: Annotated[float, typer.Option(min=1, help="Seconds for all steps together.")] = 570.0,
+    only: Annotated[str, typer.Option(help="Steps with commas between them; all by default.")] = "",
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("gpu.json"),
 ) -> None:
     """Every test and figure that takes a GPU, in one JSON file; see docs/gpu.md."""
-    from paceline_lab.bench import gpu_report
+    from paceline_lab.bench import gpu_run
 
-    report = _measured(lambda console: gpu_report.run(console, device))
-    output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    report = _measured(lambda console: gpu_run.run(console, device, budget, names, output))
     raise typer.Exit(0 if all(step["exit_code"] == 0 for step in report["steps"].values()) else 1)
 
 
@@ -196,6 +198,7 @@ def profile(
     requests: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; 1, 8, 32 and 100.")] = None,
     method: Annotated[str, typer.Option(help="How to draft, as `bench methods` calls it.")] = "draft_model",
     threads: Annotated[int | None, typer.Option(min=1, help="For the model; one per core by default.")] = None,
+    device: Device = "cpu",
     before: Annotated[Path | None, typer.Option(help="An earlier run, to draw beside this one.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of the result to this file.")] = None,
 ) -> None:
@@ -206,7 +209,7 @@ def profile(
         earlier = step_profile.read(before) if before else None
     result = _measured(
         lambda console: step_profile.run(
-            console, sizes or step_profile.SIZES, requests or step_profile.REQUESTS, method, threads
+            console, sizes or step_profile.SIZES, requests or step_profile.REQUESTS, method, threads, device
         )
     )
     if svg is not None:

@@ -111,7 +111,7 @@ def run(
     chosen = {name: config for name, config in known.items() if not only or name in only}
     rows: list[dict[str, Any]] = []
     with console.status("loading"):
-        llms = _llms(chosen, device)
+        llms = load_methods(chosen, device)
     cells = list(product(loads or (*workloads(), *repetitive_workloads()), TEMPERATURES))
     prompts = sum(len(workload.bodies) for workload, _ in cells)
     with (
@@ -132,6 +132,7 @@ def measure(
     temperature: float,
     done: Callable[[], None] = lambda: None,
     grammar: str = "",
+    repetitions: int = REPETITIONS,
 ) -> dict[str, ComparedMethod]:
     """Measurements by method, PLAIN among them. `done` is called after each prompt of each repetition."""
     sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=7, grammar=grammar)
@@ -139,7 +140,7 @@ def measure(
     measured = {name: ComparedMethod() for name in (PLAIN, *llms)}
     for llm in llms.values():
         llm.generate([prompts[0]], sampling)  # fills the operators' caches, and what a method learns while serving
-    for _ in range(REPETITIONS):
+    for _ in range(repetitions):
         for number, prompt in enumerate(prompts):
             for name, this in measured.items():
                 llm = llms.get(name, plain)
@@ -180,7 +181,7 @@ def prompts_of(workload: Workload) -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts]
 
 
-def _llms(configs: Mapping[str, Mapping[str, Any]], device: str) -> dict[str, LLM]:
+def load_methods(configs: Mapping[str, Mapping[str, Any]], device: str) -> dict[str, LLM]:
     """One LLM per method, over one loaded target."""
     target = LLM(TARGET, engine_config={**ENGINE, "device": device})
     return {name: target.with_speculation({**LIMITS, **config}) for name, config in configs.items()}

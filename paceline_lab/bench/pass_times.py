@@ -12,16 +12,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from paceline import family
 from paceline.config import EngineConfig
 from paceline.launcher import StartError
-from paceline.model.model_loader import load
+from paceline.model import Model, load
 from paceline.model.row_probe import PROBE_CONTEXT, ROW_COUNTS, measure_row_cost
 from paceline.model_names import ModelNotFoundError, resolve_model
-from paceline_lab.bench import random_checkpoint
+from paceline_lab.bench.gpu.model_shapes import LLAMA_8B
+from paceline_lab.bench.gpu.random_models import build_model, make_network, weight_bytes
 from paceline_lab.training.family.widened_family import widened_family
 
 SHIPPED, WIDENED, RANDOM = SIZES = ("shipped", "widened", "random 8B")
@@ -38,16 +40,13 @@ def run(console: Console, device: str, sizes: Collection[str], context: int | No
     context = context or PROBE_CONTEXT
     for size in sizes:
         with TemporaryDirectory() as folder:
-            path = _checkpoint(size, Path(folder), device)
-            files = path.glob("*.safetensors") if path.is_dir() else (path,)
-            weight_bytes = sum(file.stat().st_size for file in files)
             engine = EngineConfig(device=device, slots=max(4096, 4 * context), threads=os.cpu_count() or 1)
-            model = load(str(path), engine)
+            model, size_bytes = _model(size, Path(folder), engine)
         cost = measure_row_cost(model, MOST, context=context)
         found[size] = {
             "numerics": model.numerics,
             "rows_invariant": model.rows_invariant,
-            "weight_bytes": weight_bytes,
+            "weight_bytes": size_bytes,
             "ms": {rows: round(1e3 * cost(rows), 3) for rows in ROW_COUNTS if rows <= MOST},
         }
     table = Table("rows", *found)
@@ -59,13 +58,21 @@ def run(console: Console, device: str, sizes: Collection[str], context: int | No
     return {"device": device, "context": context, "passes": found}
 
 
-def _checkpoint(size: str, folder: Path, device: str) -> Path:
+def _model(size: str, folder: Path, engine: EngineConfig) -> tuple[Model, int]:
+    """The model, and the bytes of its weights."""
+    if size == RANDOM:
+        network = make_network(LLAMA_8B, torch.device(engine.device))
+        return build_model(network, engine), weight_bytes(network)
+    path = _checkpoint(size, folder)
+    files = path.glob("*.safetensors") if path.is_dir() else (path,)
+    return load(str(path), engine), sum(file.stat().st_size for file in files)
+
+
+def _checkpoint(size: str, folder: Path) -> Path:
     if size == SHIPPED:
         return family.path(family.NAMES[0])
     if size == WIDENED:
         return widened_family(folder)[0]
-    if size == RANDOM:
-        return random_checkpoint.write(folder, device)
     try:
         return Path(resolve_model(size))
     except ModelNotFoundError as error:

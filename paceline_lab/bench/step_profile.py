@@ -18,6 +18,8 @@ Figures are medians over steps, in milliseconds: wall-clock time, or, with one t
 other programs hardly disturb. `round_ms` is one round of the draft for all requests together. `floor_ms` is the longer
 of two: reading the weights once, at the bandwidth measured for as many bytes, and multiplying each row with every
 weight, at the peak measured for matrix products. Attention is not in it.
+
+On a GPU `pass` ends when the GPU has computed it, so engine and wire never hide behind it as they do in a deployment.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ from paceline.ipc.pipe import MessageDecoder, MessageDispatcher, pack
 from paceline.launcher import StartError
 from paceline.llm import LLM
 from paceline.messages import GenerationRequest
+from paceline.model import Model
 from paceline.model.checkpoint import Checkpoint
+from paceline.model.model import ModelOutput
+from paceline.model.row_probe import finish
 from paceline.model_names import resolve_model
 from paceline.telemetry.step_stats import StepStats
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
@@ -143,6 +148,21 @@ def _timed_call(call: Callable[..., Any], stopwatch: Stopwatch, part: str) -> Ca
             return call(*args, **kwargs)
 
     return timed
+
+
+class FinishedPasses:
+    """Stands in for a model: a pass returns when an accelerator has computed it."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def run(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        output = self._model.run(*args, **kwargs)
+        finish(output.logits)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class Loopback(MessageDispatcher):
@@ -271,13 +291,14 @@ def run(
     requests: Sequence[int] = REQUESTS,
     method: str = METHOD,
     threads: int | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Measure and show; return the JSON document. Ctrl-C ends the run with what was measured so far.
 
-    `threads` None: one per core. Raises `StartError` for an unknown name.
+    `threads` None: one per core. `device`: of the target and of the draft. Raises `StartError` for an unknown name.
     """
     threads = threads or os.cpu_count() or 1
-    clock = time.thread_time if threads == 1 else time.perf_counter
+    clock = time.thread_time if threads == 1 and device == "cpu" else time.perf_counter
     check_names(sizes, SIZES)
     check_names([method], methods())
     floors: dict[str, HardwareFloor] = {}
@@ -289,9 +310,9 @@ def run(
         for size in sizes:
             with TemporaryDirectory() as folder:
                 target, speculation = _models(size, method, Path(folder))
-                engine = {"threads": threads, "slots": SLOTS, "max_num_seqs": max(requests)}
+                engine = {"device": device, "threads": threads, "slots": SLOTS, "max_num_seqs": max(requests)}
                 llm = LLM(target, engine_config={**engine, "enable_prefix_caching": False})
-                floors[size] = measured_floor(target, clock)
+                floors[size] = measured_floor(target, clock, device=device)
                 freeze_gc_heap()
                 for name, config in ((PLAIN, SpeculativeConfig(method="none")), (method, speculation)):
                     for count in requests:
@@ -299,6 +320,7 @@ def run(
                         done()
     show(console, cases)
     return {
+        "device": device,
         "threads": threads,
         "floors": {size: asdict(floor) for size, floor in floors.items()},
         "cases": [asdict(case) for case in cases],
@@ -344,14 +366,16 @@ def _median_ms(steps: Sequence[Mapping[str, float]], part: str) -> float:
     return round(1e3 * median(step.get(part, 0.0) for step in steps), 4)
 
 
-def measured_floor(target: str, clock: Clock = time.perf_counter, repeats: int = 50) -> HardwareFloor:
+def measured_floor(
+    target: str, clock: Clock = time.perf_counter, repeats: int = 50, device: str = "cpu"
+) -> HardwareFloor:
     """The floor of a checkpoint, with torch's number of threads. The fastest of `repeats` tries counts."""
     checkpoint = Checkpoint(resolve_model(target))
     weights = sum(prod(checkpoint.shape(name)) for name in checkpoint.names if len(checkpoint.shape(name)) == 2)
     weight_bytes = 2 * weights
-    as_many_bytes = torch.ones(weight_bytes // 8, dtype=torch.float64)
+    as_many_bytes = torch.ones(weight_bytes // 8, dtype=torch.float64, device=device)
     reading_s = min(_timed(as_many_bytes.sum, clock) for _ in range(repeats))
-    left, right = torch.ones(512, 1024, dtype=torch.bfloat16), torch.ones(1024, 1024, dtype=torch.bfloat16)
+    left, right = (torch.ones(n, 1024, dtype=torch.bfloat16, device=device) for n in (512, 1024))
     product_s = min(_timed(lambda: left @ right, clock) for _ in range(repeats))
     return HardwareFloor(weights, weight_bytes, weight_bytes / reading_s, left.numel() * right.shape[1] / product_s)
 
@@ -417,7 +441,7 @@ def _engine(llm: LLM, config: SpeculativeConfig, stopwatch: Stopwatch) -> tuple[
         drafting = TimedCalls(RemoteDraftClient(loopback), DRAFT_CALLS, stopwatch, "wire")  # type: ignore[arg-type]
         loopback.connect(speculator)
     lookups = [LocalDraftClient(each) for each in build_lookups(config)]
-    model: Any = TimedCalls(llm.model, ["run"], stopwatch, "pass")
+    model: Any = TimedCalls(FinishedPasses(llm.model), ["run"], stopwatch, "pass")
     return Engine(model, llm.config, config, drafting, llm.cost, lookup_clients=lookups), loopback
 
 
@@ -437,9 +461,9 @@ def _prompts() -> list[list[int]]:
     return [prompt for workload in workloads() for prompt in prompts_of(workload)]
 
 
-def _timed(work: Callable[[], object], clock: Clock) -> float:
+def _timed(work: Callable[[], torch.Tensor], clock: Clock) -> float:
     began = clock()
-    work()
+    finish(work())
     return clock() - began
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from paceline.model.paged_attention import FLASH_ATTN, FLASH_ATTN_MODULE, TRITON, PagedPass, find_kernels
 
 from paceline import family
 from paceline.config import EngineConfig, SamplingParams
 from paceline.llm import LLM
 from paceline.model.attention import AttentionOptions, Heads, KVCache, TorchPass
+from paceline.model.gpu.paged_pass import PassInput
+from paceline.model.gpu.paths import DeviceTables
 from paceline.model.model import Model
 from paceline.model.model_loader import load
 from paceline.model.row_probe import PROBED_COUNTS, is_row_invariant
 from paceline.model.rows import TILE, Row, SlotTable
-from paceline.model.torch_attention import TORCH
-from paceline_lab.bench.gpu_report import WAYS
+from paceline.model.torch_attention import TORCH, find_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,14 +29,18 @@ GPU = "cuda:0"
 ENGINE = {"device": GPU, "slots": 4096}
 
 
-KERNELS = [FLASH_ATTN, TRITON]
+WAYS = {
+    "graphs": {},
+    "kernels": {"PACELINE_CUDA_GRAPHS": "0"},
+    TORCH: {"PACELINE_ATTENTION": TORCH},
+}
+"""Environments."""
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With each kernel, with and without CUDA graphs, and by torch's operators."""
+    """By kernels, with and without CUDA graphs, and by torch's operators."""
     for name, value in WAYS[request.param].items():
-        needs(value)
         monkeypatch.setenv(name, value)
     return str(request.param)
 
@@ -47,11 +50,6 @@ def way_of_a_kernel(way: str) -> str:
     if way == TORCH:
         pytest.skip("torch's products depend on the number of rows")
     return way
-
-
-def needs(kernel: str) -> None:
-    if kernel == FLASH_ATTN and importlib.util.find_spec(FLASH_ATTN_MODULE) is None:
-        pytest.skip("flash-attn 3 is not installed")
 
 
 def model(device: str = GPU, **settings: Any) -> Model:
@@ -65,23 +63,23 @@ def rows_of(start: int, count: int, first_slot: int) -> list[Row]:
 
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("options", [AttentionOptions(0.1), AttentionOptions(0.1, 40), AttentionOptions(0.1, 0, 5.0)])
-@pytest.mark.parametrize(
-    ("package", "dtype", "tolerance"),
-    [(FLASH_ATTN, torch.bfloat16, 0.02), (TRITON, torch.bfloat16, 0.02), (TRITON, torch.float32, 1e-4)],
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float32, 1e-4)])
 def test_kernels_attend_as_torch_does(
-    package: str, dtype: torch.dtype, tolerance: float, options: AttentionOptions, size: int
+    dtype: torch.dtype, tolerance: float, options: AttentionOptions, size: int
 ) -> None:
-    needs(package)
+    """A chunk, siblings, and a chain of guesses over a tile's border, after more than a split."""
     heads, device = Heads(2, 4, size), torch.device(GPU)
-    cache = KVCache(1, 1000, heads, dtype, device)
+    cache = KVCache(1, 3000, heads, dtype, device)
     cache.data.normal_(generator=torch.Generator(GPU).manual_seed(1))
-    [kernel] = find_kernels(heads, dtype, device, package)
-    trunk = SlotTable(range(1, 2 * TILE + 9))
-    rows = [*rows_of(TILE + 3, 5, 400), *(trunk.branch_row(5, [300 + n]) for n in range(6))]
-    given = [torch.randn(16, n, size, device=device, dtype=dtype) for n in (8, 2, 2)]
-    ours = PagedPass.of(cache, kernel.attend, rows).attend(*given, 0, options)[: len(rows)]
+    kernels = find_kernels(heads, dtype, device)
+    assert kernels is not None
+    trunk, chain = SlotTable(range(1, 20 * TILE - 3)), range(2500, 2516)
+    rows = [*rows_of(TILE + 3, 5, 2000), *(trunk.branch_row(5, [2600 + n]) for n in range(6))]
+    rows += [trunk.branch_row(5, chain[: n + 1]) for n in range(len(chain))]
+    given = [torch.randn(32, n, size, device=device, dtype=dtype) for n in (8, 2, 2)]
+    this = PassInput.of(DeviceTables(4, 3000, device), kernels, rows, cache.padding_slot).start(cache, kernels)
     expected = TorchPass.of(cache, rows).attend(*given, 0, options)[: len(rows)]
+    ours = this.attend(*given, 0, options)[: len(rows)]
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -97,14 +95,11 @@ def test_rows_do_not_depend_on_other_rows(way_of_a_kernel: str) -> None:
     assert is_row_invariant(model(), PROBED_COUNTS), way_of_a_kernel
 
 
-@pytest.mark.parametrize("package", KERNELS)
-def test_a_graph_computes_what_its_kernels_compute(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs(package)
-    monkeypatch.setenv("PACELINE_ATTENTION", package)
+def test_a_graph_computes_what_its_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = model()
     monkeypatch.setenv("PACELINE_CUDA_GRAPHS", "0")
     kernels = model()
-    for count in (1, 8, 13, 48, 64):  # which are padded alike with and without a graph
+    for count in (1, 8, 13, 48, 64, 90, 256):  # which are padded alike with and without a graph
         for start in (0, 10, TILE - 1, 3 * TILE):
             outputs = []
             for each in (graphs, kernels):

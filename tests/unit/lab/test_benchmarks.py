@@ -6,11 +6,11 @@ import contextlib
 import io
 import itertools
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +27,12 @@ from paceline.launcher import StartError
 from paceline.llm import Completion
 from paceline.messages import FinishReason, SpeculationStats, Timings
 from paceline.model import Model, load
+from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
 from paceline.text import Tokenizer
-from paceline_lab.bench import gpu_report, method_comparison, pass_times, random_checkpoint, scaling, step_profile
+from paceline_lab.bench import method_comparison, pass_times, scaling, step_profile
 from paceline_lab.bench.bench_measurement import PLAIN
+from paceline_lab.bench.gpu import model_shapes
 from paceline_lab.bench.method_comparison import LIMITS, MAX_TOKENS, REPETITIONS, ComparedMethod, measure, methods, row
 from paceline_lab.bench.step_profile import PARTS, HardwareFloor, ProfileCase, Stopwatch, blocks, read
 from paceline_lab.bench.svg_chart import BAR, COLOURS, LABELS, NOTES, TEXT, WIDTH, Bar, BarPart, Panel, draw_chart
@@ -101,7 +103,9 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     clock = Clock()
     made = {"ngram": FakeLLM(clock, 4.0, stats((2, 2))), "suffix": FakeLLM(clock, 2.0, stats((2, 1)))}
     monkeypatch.setattr(method_comparison, "time", clock)
-    monkeypatch.setattr(method_comparison, "_llms", lambda configs, device: {name: made[name] for name in configs})
+    monkeypatch.setattr(
+        method_comparison, "load_methods", lambda configs, device: {name: made[name] for name in configs}
+    )
     monkeypatch.setattr(method_comparison, "methods", lambda: {name: {"method": name} for name in made})
     monkeypatch.setattr(method_comparison, "workloads", lambda: [Workload("code", "", [{"prompt": "x"}])])
     chat = {"messages": [{"role": "user", "content": "y"}]}
@@ -341,7 +345,7 @@ def test_the_last_line_of_a_profile_can_be_read_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(step_profile, "run", lambda console, *given: calls.append(given) or result)
     svg = tmp_path / "profile.svg"
     _, output = bench("profile", "--sizes", "shipped", "--requests", "8", "--svg", str(svg))
-    assert calls == [(["shipped"], [8], "draft_model", None)]
+    assert calls == [(["shipped"], [8], "draft_model", None, "cpu")]
     assert svg.read_text().startswith("<svg")
     (tmp_path / "before.json").write_text("\n".join(output))
     assert json.loads(output[-1]) == result
@@ -481,39 +485,26 @@ def recorded(model: Model, positions: list[tuple[int, int]]) -> Model:
 
 
 def test_passes_of_a_random_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"vocab_size": 5000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setattr(random_checkpoint, "SHAPE", {**random_checkpoint.SHAPE, **small, **heads})
+    shape = {**model_shapes.LLAMA_8B, **model_shapes.TINY}
+    monkeypatch.setattr(pass_times, "LLAMA_8B", shape)
     found = pass_times.run(Console(quiet=True), "cpu", [pass_times.RANDOM])["passes"][pass_times.RANDOM]
-    layer = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256
-    bytes_of_weights = 2 * (2 * 5000 * 256 + 2 * layer + 256)
-    assert 0 <= found["weight_bytes"] - bytes_of_weights < 4096, "beside them the file has their names"
+    layer = 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256 + 2 * 128
+    assert found["weight_bytes"] == 2 * (2 * 4096 * 128 + 8 * layer + 128)
     assert found["ms"][1] > 0
 
 
-def test_a_step_that_fails_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = 'import os, sys; print("a line"); print(\'{"way": "%s"}\' % os.environ.get("WAY")); sys.exit(3)'
-    steps = {
-        "fails": ([sys.executable, "-c", script], {"WAY": "torch"}),
-        "works": ([sys.executable, "-c", "print('no JSON')"], {}),
-    }
-    monkeypatch.setattr(gpu_report, "steps", lambda device: steps)
-    report = gpu_report.run(Console(quiet=True), "cpu")
-    assert report["device"] == "cpu"
-    assert {title: step["exit_code"] for title, step in report["steps"].items()} == {"fails": 3, "works": 0}
-    assert [step["result"] for step in report["steps"].values()] == [{"way": "torch"}, None]
-    assert report["steps"]["fails"]["last_lines"][0] == "a line"
+def test_a_profile_computes_on_a_device_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="device 'nonsense' cannot be used here"):
+        step_profile.run(Console(quiet=True), ["shipped"], [1], "ngram", 1, "nonsense")
 
 
-def test_every_step_of_the_report_is_a_command() -> None:
-    for command, _ in gpu_report.steps("cpu").values():
-        assert Path(command[0]).is_file()
-        if "pytest" not in command:
-            words = command[1 : command.index("--engine-config" if "doctor" in command else "--device")]
-            assert CliRunner().invoke(main, [*words, "--help"]).exit_code == 0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(StartError, match="cuda:0"):
-        gpu_report.run(Console(quiet=True), "cuda:0")
+def test_a_pass_is_measured_until_the_accelerator_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model returns when the pass is started; `finish` waits for its logits."""
+    order: list[Any] = []
+    logits = torch.zeros(1)
+    monkeypatch.setattr(step_profile, "finish", lambda given: order.append(("finished", given is logits)))
+    model: Any = SimpleNamespace(run=lambda *_: order.append("started") or ModelOutput(logits), slots=7)
+    finished = step_profile.FinishedPasses(model)
+    assert finished.run([], []).logits is logits
+    assert order == ["started", ("finished", True)]
+    assert finished.slots == 7

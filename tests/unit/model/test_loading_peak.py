@@ -242,7 +242,6 @@ def test_draws_take_no_more_copies_of_the_logits_than_planned(params: dict[str, 
 
 def test_a_way_that_fails_is_dropped_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_a_gpu(monkeypatch)
-    kernel = AttentionKernel("stand-in", lambda: None)
     made: list[weakref.ref[Watched]] = []
 
     class Watched:
@@ -260,7 +259,7 @@ def test_a_way_that_fails_is_dropped_before_the_next_is_made(monkeypatch: pytest
     monkeypatch.setattr(
         TorchAttention,
         "ways",
-        lambda cache: iter(TorchAttention(cache, each) for each in (kernel, kernel, None)),
+        lambda *given: iter(TorchAttention(*given, each) for each in (gpu_kernels, gpu_kernels, None)),
     )
     layer = layer_of(peaked_llama().requires_grad_(False).base_model.layers[0])
     network, _ = make_network([layer], Heads(2, 2, 16), 8, RotaryTables(*torch.zeros(2, 8, 8)), check)
