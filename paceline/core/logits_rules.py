@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
+from paceline.core.noise import uploaded
 
 MASKED = -math.inf
 
@@ -92,19 +93,26 @@ class History:
         """Steps 1 to 3 for the token after the committed output and then `path`, in place. Logits: float32 [V]."""
         self._mask(logits_V, path)
         if len(self._biased):
-            logits_V.index_add_(0, self._biased.to(logits_V.device), self._bias.to(logits_V.device))
+            if self._biased.device != logits_V.device:  # only at the first call
+                self._biased, self._bias = (
+                    uploaded(self._biased, logits_V.device),
+                    uploaded(self._bias, logits_V.device),
+                )
+            logits_V.index_add_(0, self._biased, self._bias)
         if self.params.penalised:
             logits_V.copy_(self._penalised(logits_V, path))
 
     def _mask(self, logits_V: Tensor, path: Sequence[int]) -> None:
         allowed = None if self.grammar is None else self.grammar.allowed(path)
         if allowed is not None:
-            logits_V.masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
+            logits_V.masked_fill_(uploaded(~allowed, logits_V.device), MASKED)
         if self._disallowed is not None:
-            self._disallowed = self._disallowed.to(logits_V.device)
+            if self._disallowed.device != logits_V.device:
+                self._disallowed = uploaded(self._disallowed, logits_V.device)
             _replace_unless_masked(logits_V, logits_V.masked_fill(self._disallowed, MASKED))
         if forbidden := self._forbidden_tokens(path):
-            _replace_unless_masked(logits_V, logits_V.index_fill(0, self._ids(forbidden).to(logits_V.device), MASKED))
+            ids = uploaded(self._ids(forbidden), logits_V.device)
+            _replace_unless_masked(logits_V, logits_V.index_fill(0, ids, MASKED))
 
     def _forbidden_tokens(self, path: Sequence[int]) -> list[int]:
         last = self._recent_with(path)
@@ -116,7 +124,7 @@ class History:
     def _penalised(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
         params = self.params
         if self._counts.device != logits_V.device:  # only at the first call
-            self._counts, self._seen = self._counts.to(logits_V.device), self._seen.to(logits_V.device)
+            self._counts, self._seen = uploaded(self._counts, logits_V.device), uploaded(self._seen, logits_V.device)
         seen_V, counts_V = self._token_counts(path)
         repeated_V = torch.where(
             logits_V > 0, logits_V / params.repetition_penalty, logits_V * params.repetition_penalty
@@ -128,7 +136,7 @@ class History:
         """Seen in prompt or output, bool [V], and count in the output, float [V], with `tokens` after the output."""
         if not tokens:
             return self._seen, self._counts
-        ids = self._ids(tokens).to(self._counts.device)
+        ids = uploaded(self._ids(tokens), self._counts.device)
         ones = torch.ones(len(ids), device=ids.device)
         return self._seen.index_fill(0, ids, True), self._counts.index_add(0, ids, ones)
 
@@ -150,6 +158,5 @@ def apply_logits_rules(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor
 
 
 def _replace_unless_masked(logits_V: Tensor, masked_V: Tensor) -> None:
-    """Overwrite logits by a masked copy of them, unless that leaves no token."""
-    if not bool((masked_V == MASKED).all()):
-        logits_V.copy_(masked_V)
+    """Overwrite logits by a masked copy of them, unless that leaves no token. Waits for no GPU."""
+    logits_V.copy_(torch.where((masked_V == MASKED).all(), logits_V, masked_V))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,17 @@ def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -
     different ids in a row get different integers.
     """
     keys = [divmod(position_key(seed, position), 2**32) for seed, position in zip(seeds, positions, strict=True)]
-    first_R1, second_R1 = torch.tensor(keys, device=tokens.device)[:, None].unbind(-1)
+    first_R1, second_R1 = uploaded(keys, tokens.device)[:, None].unbind(-1)
     return mix(tokens ^ first_R1, second_R1)
+
+
+def uploaded(values: Any, device: torch.device) -> Tensor:
+    """Numbers, lists of them, or a tensor of the CPU, as a tensor there.
+
+    Waits for no GPU, as `torch.tensor` with a device does, and a list as an index.
+    """
+    tensor = torch.as_tensor(values)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def gumbel(bits: Tensor) -> Tensor:

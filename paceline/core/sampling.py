@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.logits_rules import MASKED, SamplingRow, apply_logits_rules
-from paceline.core.noise import gumbel, mix, noise_bits, position_key
+from paceline.core.noise import gumbel, mix, noise_bits, position_key, uploaded
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -121,10 +121,14 @@ def top_probabilities(
     return tokens_RK, _probabilities(logits_RK, rows).where(any_R1, 0.0)
 
 
-def is_finite(logits_RV: Tensor) -> bool:
-    """Whether no logit is NaN or +inf; -inf is allowed."""
-    total = float(logits_RV.sum(dtype=torch.float32))
-    if total < math.inf:
+def logit_sum(logits_RV: Tensor) -> Tensor:
+    """For `is_finite`. Waits for no GPU."""
+    return logits_RV.sum(dtype=torch.float32)
+
+
+def is_finite(logits_RV: Tensor, total: Tensor | None = None) -> bool:
+    """Whether no logit is NaN or +inf; -inf is allowed. `total`: their `logit_sum`, if it was computed before."""
+    if float(logit_sum(logits_RV) if total is None else total) < math.inf:
         return True
     return not bool((logits_RV.isnan() | (logits_RV == math.inf)).any())  # large finite logits may sum to infinity
 
@@ -171,8 +175,9 @@ def _scored(logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -> T
     if noisy and len(noisy) == len(rows):
         return _add_noise(logits_RV, rows, tokens)
     if noisy:
-        these = tokens if tokens.dim() == 1 else tokens[noisy]
-        logits_RV[noisy] = _add_noise(logits_RV[noisy], [rows[i] for i in noisy], these)
+        noisy_N = uploaded(noisy, tokens.device)
+        these = tokens if tokens.dim() == 1 else tokens[noisy_N]
+        logits_RV[noisy_N] = _add_noise(logits_RV[noisy_N], [rows[i] for i in noisy], these)
     return logits_RV
 
 
@@ -191,7 +196,8 @@ def _draw_on_cpu(
     Overwrites the logits `x_RV` and `largest_R`, their argmax. Typically two or three tokens of a row can win; their
     scores are computed as in `scores`.
     """
-    x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
+    with np.errstate(invalid="ignore"):  # whether all logits are finite is looked at after the draw
+        x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
     x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
     _filter(torch.from_numpy(x_RV), rows)
     keys_R2 = np.array([divmod(position_key(row.params.seed, row.position), 2**32) for row in rows], dtype=np.uint32)
@@ -226,7 +232,7 @@ def _candidates(x_RV: FloatArray, keys_R2: npt.NDArray[np.uint32], largest_R: In
 def _scale_and_filter(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Steps 4 and 5, in place: every row relative to its largest logit. Rows with T = 0 become meaningless."""
     logits_RV -= logits_RV.amax(-1, keepdim=True)
-    logits_RV /= torch.tensor(_temperatures(rows), device=logits_RV.device)[:, None]
+    logits_RV /= uploaded(_temperatures(rows), logits_RV.device)[:, None]
     _filter(logits_RV, rows)
 
 
@@ -241,7 +247,11 @@ def _filter(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
         if row.params.filtered:
             same_filters[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
     for (min_p, top_k, top_p), members in same_filters.items():
-        logits_RV[members] = _filtered(logits_RV[members], min_p, top_k, top_p)
+        if len(members) == len(rows):
+            logits_RV.copy_(_filtered(logits_RV, min_p, top_k, top_p))
+        else:
+            members_M = uploaded(members, logits_RV.device)
+            logits_RV[members_M] = _filtered(logits_RV[members_M], min_p, top_k, top_p)
 
 
 def _filtered(logits_RV: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
