@@ -14,44 +14,55 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import log_softmax
+from paceline.engine.host_copy import HostCopy
 from paceline.messages import LogProbs
+from paceline.model.rows import device_integers
+
+_32_BITS = 0xFFFF_FFFF
+
+
+class StartedLogProbs:
+    """Log-probability and rank of `tokens` [R], and the `top` most probable tokens of each row.
+
+    An accelerator computes them; nothing waits for it before `read`.
+    """
+
+    def __init__(self, logits_RV: Tensor, tokens: Sequence[int], top: int, listed: Sequence[int] = ()) -> None:
+        """`listed`: report these tokens, in this order, in place of the most probable ones."""
+        log_probs_RV = log_softmax(logits_RV)
+        rows, vocabulary = log_probs_RV.shape
+        device = log_probs_RV.device
+        tokens_R1 = device_integers(tokens, device)[:, None]
+        chosen_R1 = log_probs_RV.gather(-1, tokens_R1)
+        ids_V = torch.arange(vocabulary, device=device)
+        before_RV = (log_probs_RV > chosen_R1) | ((log_probs_RV == chosen_R1) & (ids_V < tokens_R1))
+        if listed:
+            ids_RK = device_integers(listed, device).expand(rows, -1)
+        else:
+            ids_RK = _largest(log_probs_RV, min(top, vocabulary))
+        values_RK = log_probs_RV.gather(-1, ids_RK)
+        self._copy = HostCopy(chosen_R1[:, 0], before_RV.sum(-1), ids_RK.contiguous(), values_RK)
+
+    def read(self) -> list[LogProbs]:
+        columns = [each.tolist() for each in self._copy.read()]
+        return [
+            LogProbs(chosen, list(zip(ids, values, strict=True)), 1 + before)
+            for chosen, before, ids, values in zip(*columns, strict=True)
+        ]
 
 
 def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int, listed: Sequence[int] = ()) -> list[LogProbs]:
-    """Log-probability and rank of `tokens` [R], and the `top` most probable tokens of each row.
+    """See `StartedLogProbs`."""
+    return StartedLogProbs(logits_RV, tokens, top, listed).read()
 
-    `listed`: report these tokens, in this order, in place of the most probable ones.
+
+def _largest(values_RV: Tensor, count: int) -> Tensor:
+    """Ids [R, K] of the `count` largest of each row, float32, falling; among equals the lowest ids first.
+
+    `topk` takes any among equals. So it compares integers that differ: a float32's bits, in an order that integers
+    have, too, and below them how low the id is.
     """
-    log_probs_RV = log_softmax(logits_RV)
-    tokens_R1 = torch.tensor(tokens, device=log_probs_RV.device)[:, None]
-    chosen_R1 = log_probs_RV.gather(-1, tokens_R1)
-    ids_V = torch.arange(log_probs_RV.shape[-1], device=log_probs_RV.device)
-    before_RV = (log_probs_RV > chosen_R1) | ((log_probs_RV == chosen_R1) & (ids_V < tokens_R1))
-    if listed:
-        ids_RK = torch.tensor(listed, device=log_probs_RV.device).expand(len(log_probs_RV), -1)
-        values_RK = log_probs_RV.gather(-1, ids_RK)
-    else:
-        ids_RK, values_RK = _largest(log_probs_RV, top)
-    return [
-        LogProbs(chosen, list(zip(ids, values, strict=True)), 1 + before)
-        for chosen, before, ids, values in zip(
-            chosen_R1[:, 0].tolist(), before_RV.sum(-1).tolist(), ids_RK.tolist(), values_RK.tolist(), strict=True
-        )
-    ]
-
-
-def _largest(values_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and values [R, K] of the `count` largest of each row.
-
-    `topk` takes any among equals, so it only says how large the smallest of them is.
-    """
-    rows, count = len(values_RV), min(count, values_RV.shape[-1])
-    if not count:
-        return torch.empty(rows, 0, dtype=torch.int64), torch.empty(rows, 0)
-    kept_RV = values_RV >= values_RV.topk(count).values[:, -1:]
-    if int(kept_RV.sum()) == rows * count:
-        ids_RK = kept_RV.nonzero()[:, 1].view(rows, count)
-    else:  # others equal the smallest
-        ids_RK = values_RV.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    values_RK, order_RK = values_RV.gather(-1, ids_RK).sort(dim=-1, descending=True, stable=True)
-    return ids_RK.gather(-1, order_RK), values_RK
+    bits_RV = (values_RV + 0.0).view(torch.int32)  # the sum has no negative 0
+    order_RV = (bits_RV ^ ((bits_RV >> 31) & 0x7FFF_FFFF)).long() << 32
+    lowness_V = _32_BITS - torch.arange(values_RV.shape[-1], device=values_RV.device)
+    return _32_BITS - ((order_RV | lowness_V).topk(count).values & _32_BITS)
