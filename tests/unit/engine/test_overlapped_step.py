@@ -16,6 +16,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.core.sampling import log_softmax
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient, PollResult
 from paceline.engine.engine import NOT_FINITE_ERROR, Engine
+from paceline.engine.host_copy import HostCopy
 from paceline.engine.log_probabilities import StartedLogProbs
 from paceline.messages import Delta, FinishReason, GenerationRequest
 from paceline.model.model import ModelOutput
@@ -23,7 +24,7 @@ from paceline.model.rows import Row
 from paceline_lab.fake_models.table_model import TableModel
 from tests.helpers.drafts import model_draft
 from tests.helpers.targets import FREE
-from tests.unit.engine.test_engine import SLOTS, VOCABULARY, Guesser, Watched, answer, generation_request, local
+from tests.unit.engine.test_engine import SLOTS, VOCABULARY, Guesser, Script, Watched, answer, generation_request, local
 
 READS = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.nonzero),
@@ -149,6 +150,25 @@ class TestOrder:
         assert steps[3] == "wait", "the draft starts once the first token is there"
         for number, event in enumerate(steps):
             assert event != "wait" or steps[number - 1] in ("deliver 1", "wait")
+
+    @pytest.mark.parametrize("elsewhere", [True, False])
+    def test_a_step_copies_states_for_all_drafts_elsewhere_at_once(
+        self, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each copy waits for a GPU. A draft in this process reads them where they are."""
+        copied: list[int] = []
+
+        def copy(states: torch.Tensor) -> HostCopy:
+            copied.append(len(states))
+            return HostCopy(states)
+
+        monkeypatch.setattr("paceline.engine.engine.HostCopy", copy)
+        drafting = Script()
+        drafting.concurrent = elsewhere
+        drafting.hidden_state_layers = (0, 3)
+        target = engine(Accelerator([]), drafting)
+        order(target, [], *(generation_request(name, 5, output=3) for name in "abc"))
+        assert copied == ([15, 3, 3] if elsewhere else [])
 
     def test_a_draft_in_this_process_delays_no_delivery(self) -> None:
         events: list[str] = []
