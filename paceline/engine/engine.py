@@ -28,7 +28,7 @@ from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import Clock, make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.host_copy import HostCopy
-from paceline.engine.log_probabilities import StartedLogProbs
+from paceline.engine.log_probabilities import DeltaLogProbs
 from paceline.engine.model_pass import ModelPass, PassResult
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
@@ -44,7 +44,6 @@ from paceline.messages import (
 )
 from paceline.model.model import Model
 from paceline.model.native.native_library import draw_candidates
-from paceline.model.rows import device_integers
 from paceline.telemetry.step_stats import StepStats
 
 log = logging.getLogger(__name__)
@@ -100,8 +99,7 @@ class Engine:
         """To be delivered, in the order in which they came about: those of requests that ended between steps, too."""
         self._states: dict[int, tuple[int, Tensor]] = {}
         """Of the last step, by number of a request: the first position, and the hidden states that its draft lacks."""
-        self._log_probs: list[tuple[Delta, StartedLogProbs]] = []
-        """Of these deltas, to be read when they are delivered."""
+        self._log_probs = DeltaLogProbs()
         self._batch: list[ScheduledRequest] = []
         """Of the last step that has started."""
         self._undelivered = False
@@ -212,9 +210,7 @@ class Engine:
         self._undelivered = True
 
     def _take_deltas(self) -> list[Delta]:
-        for delta, started in self._log_probs:
-            delta.log_probs = started.read()
-        self._log_probs.clear()
+        self._log_probs.read()
         deltas, self._deltas, self._undelivered = self._deltas, [], False
         return deltas
 
@@ -258,7 +254,7 @@ class Engine:
         self._draft_manager.flush()
         self._requests.clear()
         self._keys.clear()
-        self._log_probs.clear()
+        self._log_probs = DeltaLogProbs()
         self._take_deltas()
         self._scheduler.reset()
 
@@ -359,6 +355,7 @@ class Engine:
             if (delta := self._commit(result)) is not None:
                 delta.prompt_log_probs = result.prompt_log_probs
                 deltas.append(delta)
+        self._log_probs.start()
         return deltas
 
     def _gather_states(self, results: Sequence[PassResult]) -> None:
@@ -405,9 +402,8 @@ class Engine:
         # The last token becomes the root, whose row is yet to be run: it keeps no slot, be it an accepted node's.
         drawn_at = scheduled.keep_slots(accepted[: len(tokens) - 1], self._scheduler.pool)
         if (params := request.generation_request.sampling).logprobs is not None:
-            logits = result.logits.index_select(0, device_integers(drawn_at, result.logits.device))
-            started = StartedLogProbs(logits, tokens, params.logprobs, params.logprob_token_ids)
-            self._log_probs.append((delta, started))
+            drawn_from = [result.logits[row : row + 1] for row in drawn_at]
+            self._log_probs.add(delta, drawn_from, params.logprobs, params.logprob_token_ids)
         self._draft_manager.commit(request, tokens, accepted)
         request.commit(tokens)  # last: it moves the root of the tree
         request.times.commit(self._clock())

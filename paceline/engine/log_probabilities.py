@@ -8,16 +8,20 @@ Shapes: R rows, V vocabulary, K reported tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from paceline.core.sampling import log_softmax
 from paceline.engine.host_copy import HostCopy
-from paceline.messages import LogProbs
+from paceline.messages import Delta, LogProbs
 from paceline.model.rows import device_integers
 
+DELTAS_AT_ONCE = 16
+"""Each of their rows takes several numbers for every token of the vocabulary."""
 _32_BITS = 0xFFFF_FFFF
 
 
@@ -49,6 +53,37 @@ class StartedLogProbs:
             LogProbs(chosen, list(zip(ids, values, strict=True)), 1 + before)
             for chosen, before, ids, values in zip(*columns, strict=True)
         ]
+
+
+class DeltaLogProbs:
+    """Those of a step's deltas: computed for many at once, and read when the deltas are delivered."""
+
+    def __init__(self) -> None:
+        self._added: defaultdict[tuple[int, tuple[int, ...]], list[tuple[Delta, Sequence[Tensor]]]] = defaultdict(list)
+        """By what is reported."""
+        self._started: list[tuple[list[Delta], StartedLogProbs]] = []
+
+    def add(self, delta: Delta, logits: Sequence[Tensor], top: int, listed: Sequence[int]) -> None:
+        """`logits`: those that the delta's tokens were drawn from, [1, V] each. See `StartedLogProbs`."""
+        self._added[top, tuple(listed)].append((delta, logits))
+
+    def start(self) -> None:
+        """Start computing for what was added."""
+        for (top, listed), deltas in self._added.items():
+            for first in range(0, len(deltas), DELTAS_AT_ONCE):
+                part = deltas[first : first + DELTAS_AT_ONCE]
+                logits_RV = torch.cat([row for _, rows in part for row in rows])
+                tokens = [token for delta, _ in part for token in delta.tokens]
+                self._started.append(([delta for delta, _ in part], StartedLogProbs(logits_RV, tokens, top, listed)))
+        self._added.clear()
+
+    def read(self) -> None:
+        """Complete the deltas."""
+        for deltas, started in self._started:
+            entries = iter(started.read())
+            for delta in deltas:
+                delta.log_probs = list(islice(entries, len(delta.tokens)))
+        self._started.clear()
 
 
 def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int, listed: Sequence[int] = ()) -> list[LogProbs]:

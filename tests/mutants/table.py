@@ -1009,9 +1009,16 @@ MUTANTS = (
     Mutant(
         "log-probabilities are waited for before the next pass starts",
         "paceline/engine/engine.py",
-        "            self._log_probs.append((delta, started))\n",
-        "            delta.log_probs = started.read()\n",
+        "        self._log_probs.start()\n",
+        "        self._log_probs.start()\n        self._log_probs.read()\n",
         OVERLAP,
+    ),
+    Mutant(
+        "requests of one step have one another's log-probabilities",
+        "paceline/engine/log_probabilities.py",
+        "            for delta in deltas:\n                delta.log_probs",
+        "            for delta in reversed(deltas):\n                delta.log_probs",
+        (*OVERLAP, "exactness/test_prompt_scores.py"),
     ),
     Mutant(
         "among equal log-probabilities the highest ids come first",

@@ -22,6 +22,7 @@ from paceline.messages import Delta, FinishReason, GenerationRequest
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
 from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers import engine_runs
 from tests.helpers.drafts import model_draft
 from tests.helpers.targets import FREE
 from tests.unit.engine.test_engine import SLOTS, VOCABULARY, Guesser, Script, Watched, answer, generation_request, local
@@ -86,7 +87,7 @@ class Rounds(LocalDraftClient):
 
 def engine(model: TableModel, drafting: DraftClient, speculation: dict[str, Any] | None = None) -> Engine:
     config = {"method": "ngram", "num_speculative_tokens": 4, "max_tree_nodes": 8} | (speculation or {})
-    limits = EngineConfig(slots=SLOTS, max_num_batched_rows=64)
+    limits = EngineConfig(slots=model.slots, max_num_batched_rows=64)
     return Engine(model, limits, SpeculativeConfig.model_validate(config), drafting, FREE)
 
 
@@ -219,6 +220,25 @@ DRAFTS: dict[str, Callable[[], DraftClient]] = {
     "here": local,
     "elsewhere": lambda: Guesser("one", "other", width=2, hit=lambda done: done % 3 > 0),
 }
+
+
+def test_log_probabilities_are_those_of_a_request_alone() -> None:
+    """They are computed for many requests at once, whatever each of them reports."""
+    reported: list[dict[str, Any]] = [
+        {"logprobs": 2},
+        {"logprobs": 0},
+        {"logprob_token_ids": [7, 3], "logprobs": 2},
+        {},
+    ]
+    requests = [
+        generation_request(name, 3 + number, output=9, temperature=0.7, **reported[number % 4])
+        for number, name in enumerate("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    ]
+    together = engine_runs.run(engine(TableModel(VOCABULARY, 4096, SLOTS), NoDraftClient()), requests)
+    for request in requests[::7]:
+        alone = engine_runs.run(engine(Watched(), NoDraftClient()), [request])[request.request_id]
+        assert together[request.request_id].log_probs == alone.log_probs
+        assert len(alone.log_probs) == (9 if request.sampling.logprobs is not None else 0)
 
 
 class TestSameOutput:
