@@ -126,10 +126,14 @@ def top_probabilities(
     return tokens_RK, _probabilities(logits_RK, rows).masked_fill_(none_R1, 0.0)
 
 
-def is_finite(logits_RV: Tensor) -> bool:
-    """Whether no logit is NaN or +inf; -inf is allowed."""
-    total = float(logits_RV.sum(dtype=torch.float32))
-    if total < math.inf:
+def logit_sum(logits_RV: Tensor) -> Tensor:
+    """For `is_finite`. Waits for no GPU."""
+    return logits_RV.sum(dtype=torch.float32)
+
+
+def is_finite(logits_RV: Tensor, total: Tensor | None = None) -> bool:
+    """Whether no logit is NaN or +inf; -inf is allowed. `total`: their `logit_sum`, if it was computed before."""
+    if float(logit_sum(logits_RV) if total is None else total) < math.inf:
         return True
     return not bool((logits_RV.isnan() | (logits_RV == math.inf)).any())  # large finite logits may sum to infinity
 
@@ -220,7 +224,8 @@ def _draw_on_cpu(
     Overwrites the logits `x_RV` and `largest_R`, their argmax. Typically two or three tokens of a row can win; their
     scores are computed as in `scores`.
     """
-    x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
+    with np.errstate(invalid="ignore"):  # whether all logits are finite is looked at after the draw
+        x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
     x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
     _filter(torch.from_numpy(x_RV), {each: torch.tensor(members) for each, members in _same_filters(rows).items()})
     keys = position_keys([row.params.seed for row in rows], [row.position for row in rows])

@@ -90,6 +90,13 @@ class DraftManager:
         if seeking:
             self._draft_client.flush()
 
+    def lacking_states(self, request: DraftedRequest, computed: int) -> range:
+        """The positions, of the first `computed` ones, whose hidden states a step may send to the request's draft."""
+        if not request.draft_active:
+            return range(0)
+        start, root = request.hidden_states_sent, len(request.tokens) - 1
+        return range(start, computed if root - start <= MAX_HIDDEN_STATES_SENT else start + MAX_HIDDEN_STATES_SENT)
+
     def send_hidden_states(self, request: DraftedRequest, stop: int) -> None:
         """Send the draft the hidden states before `stop`, the root at most, that it lacks.
 
@@ -139,12 +146,20 @@ class DraftManager:
         for gate in self._gates.values():
             gate.end_step(lost)
 
-    def receive_growth(self, requests: Mapping[int, DraftedRequest], drawing: Sequence[DraftedRequest]) -> None:
+    def receive_growth(
+        self,
+        requests: Mapping[int, DraftedRequest],
+        drawing: Sequence[DraftedRequest],
+        before_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         """Graft growth that has arrived, poll the lookup drafts once, then wait while the schedule says so.
 
         `drawing`: the requests of the next step if all of them are expected only to draw; empty if it computes prompts,
         which does not wait. A draft in this process runs one round beside prompts; otherwise the schedule decides.
+        `before_wait` is called before each wait, and before a draft in this process runs rounds.
         """
+        if not self._draft_client.concurrent and any(request.draft_active for request in requests.values()):
+            before_wait()
         if self._draft_client.concurrent or not drawing:
             self._graft_updates(self._draft_client.poll(0.0), requests, OWN_DRAFT_SOURCE)
         for source, lookup in enumerate(self._lookup_clients, OWN_DRAFT_SOURCE + 1):
@@ -153,6 +168,7 @@ class DraftManager:
         def receive(timeout_s: float) -> bool:
             """From drafts elsewhere, until there are new nodes: the first growth after a commit may be that of the tree
             before. A draft in this process runs one round, which may guess what lookups have guessed."""
+            before_wait()
             began, grafted = self._clock(), self.grafted
             end, more = began + timeout_s, True
             while more:

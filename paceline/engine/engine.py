@@ -1,16 +1,18 @@
 """The target's loop: receive, schedule, run, verify, commit.
 
-    step:  growth from drafts → rows → forward pass → draws → tokens → deltas, and messages to the drafts
+    step:  growth from drafts → rows → forward pass → draws → tokens → messages to the drafts → deltas
 
-Plain decoding is this loop without draft nodes. `paceline.engine.engine_loop` calls `step` while there is work.
+Plain decoding is this loop without draft nodes. `paceline.engine.engine_loop` calls `overlapped_step` while there is
+work. An accelerator computes while this process does something else, so there the last arrow leads into the next step:
+a step's deltas are delivered once the next pass has started. Nothing that a step decides waits for them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
+from itertools import chain, count
 
 from torch import Tensor
 
@@ -25,7 +27,8 @@ from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import Clock, make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
-from paceline.engine.log_probabilities import log_probs
+from paceline.engine.host_copy import HostCopy
+from paceline.engine.log_probabilities import DeltaLogProbs
 from paceline.engine.model_pass import ModelPass, PassResult
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
@@ -44,6 +47,9 @@ from paceline.model.native.native_library import draw_candidates
 from paceline.telemetry.step_stats import StepStats
 
 log = logging.getLogger(__name__)
+
+Deliver = Callable[[list[Delta]], None]
+"""Takes the new deltas of one step."""
 
 NOT_FINITE_ERROR = "the model's logits are not finite numbers here: its weights or this input overflow its dtype"
 
@@ -89,18 +95,25 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
         self._next_key = count(1)
-        self._ended: list[Delta] = []
-        """Final deltas of requests that ended between steps."""
+        self._deltas: list[Delta] = []
+        """To be delivered, in the order in which they came about: those of requests that ended between steps, too."""
+        self._states: dict[int, tuple[int, Tensor]] = {}
+        """Of the last step, by number of a request: the first position, and the hidden states that its draft lacks."""
+        self._log_probs = DeltaLogProbs()
+        self._batch: list[ScheduledRequest] = []
+        """Of the last step that has started."""
+        self._undelivered = False
+        """Whether a step has ended whose deltas were not delivered."""
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._ended)
+        return bool(self._requests or self._deltas)
 
     @property
     def stats_due(self) -> bool:
         """Whether the last step's deltas carry statistics. Final deltas always do."""
-        return self._meter.stats_due
+        return self._meter.last_stats_due
 
     @property
     def last_step(self) -> StepStats:
@@ -117,10 +130,11 @@ class Engine:
         lockstep = config.draft_schedule == "lockstep"
         schedule = make_draft_schedule(client.concurrent, lockstep, self._meter.cost, self._clock)
         size = self.model.vocabulary_size
-        return DraftManager(client, lookup_clients, config, schedule, size, self._clock, self._gather_hidden_states)
+        return DraftManager(client, lookup_clients, config, schedule, size, self._clock, self._hidden_states)
 
-    def _gather_hidden_states(self, key: int, start: int, stop: int) -> Tensor:
-        return self._pass.hidden_states.gather(self._requests[key].slot_table.slots[start:stop])
+    def _hidden_states(self, key: int, start: int, stop: int) -> Tensor:
+        first, states = self._states[key]
+        return states[start - first : stop - first]
 
     def start_calibration(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from the calibration counts of other engines, by cell."""
@@ -134,7 +148,9 @@ class Engine:
                 raise ValueError(f"request id {generation_request.request_id!r} is in use")
             request = self._new_request(generation_request)
         except ValueError as error:
-            self._ended.append(Delta(generation_request.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            self._deltas.append(
+                Delta(generation_request.request_id, finish_reason=FinishReason.ERROR, error=str(error))
+            )
             return
         self._requests[request.key] = request
         self._keys[request.id] = request.key
@@ -145,26 +161,63 @@ class Engine:
         """End a request; the next step returns its final delta. Unknown ids are ignored."""
         key = self._keys.get(request_id)
         if key is not None:
-            self._ended.append(self._end(self._requests[key], FinishReason.CANCELLED))
+            self._deltas.append(self._end(self._requests[key], FinishReason.CANCELLED))
             self._draft_manager.flush()
 
     def step(self) -> list[Delta]:
         """Run one forward pass, if there is anything to run, and return the new deltas."""
+        self._start_step()
+        self._finish_step()
+        return self._take_deltas()
+
+    def overlapped_step(self, deliver: Deliver) -> None:
+        """As `step`, but a pass that runs asynchronously hides the delivery of the step before.
+
+        `deliver` gets the deltas of each step once: while the next pass runs, or at once if this step's are not
+        followed by a pass. They never wait while the engine does.
+        """
+        if not self.model.asynchronous:
+            deliver(self.step())
+            return
+
+        def deliver_last() -> None:
+            if self._undelivered:
+                deliver(self._take_deltas())
+
+        self._start_step(deliver_last)
+        deliver_last()
+        self._finish_step()
+        if not (self._batch and self._requests):
+            deliver_last()
+
+    def _start_step(self, before_wait: Callable[[], None] = lambda: None) -> None:
+        """Start one forward pass, if there is anything to run. `before_wait` is called before each wait for growth."""
         self._meter.begin()
-        self._receive()
-        batch = self._schedule()
-        deltas, self._ended = self._ended, []
-        if batch:
-            deltas += self._commit_all(self._run_and_verify(batch))
+        self._receive(before_wait)
+        self._batch = self._schedule()
+        if self._batch:
+            self._pass.start(self._batch)
+
+    def _finish_step(self) -> None:
+        """Read the pass, and commit what it drew: all that the next step depends on."""
+        deltas: list[Delta] = []
+        if self._batch:
+            deltas = self._commit_all(self._verify())
             self._draft_manager.end_step(self._meter.draft_overhead_tokens())
         self._draft_manager.flush()
         self._meter.end(deltas, self._scheduler, self._draft_manager)
+        self._deltas += deltas
+        self._undelivered = True
+
+    def _take_deltas(self) -> list[Delta]:
+        self._log_probs.read()
+        deltas, self._deltas, self._undelivered = self._deltas, [], False
         return deltas
 
-    def _receive(self) -> None:
+    def _receive(self, before_wait: Callable[[], None]) -> None:
         """Take in requests whose grammars are ready, and growth from drafts."""
-        self._start_compiled(may_wait=True)
-        self._draft_manager.receive_growth(self._requests, self._scheduler.expected_to_draw())
+        self._start_compiled(may_wait=not self._undelivered)
+        self._draft_manager.receive_growth(self._requests, self._scheduler.expected_to_draw(), before_wait)
         if (layers := tuple(self._draft_client.hidden_state_layers)) != self._pass.layers:
             # Everything is computed again, also the cache: a draft guesses badly where states are missing.
             self._pass.keep_layers(layers)
@@ -178,14 +231,13 @@ class Engine:
         self._meter.scheduled(batch)
         return batch
 
-    def _run_and_verify(self, batch: Sequence[ScheduledRequest]) -> list[PassResult]:
-        start = self._clock()
-        results = self._pass.run(batch, self._scheduler.pool)
+    def _verify(self) -> list[PassResult]:
+        results = self._pass.read(self._scheduler.pool)
         self._meter.pass_s = self._pass.seconds
-        seconds = self._clock() - start
+        seconds = self._clock() - self._meter.scheduled_at
         for each in results:
             if each.finite:
-                self._record_compute(each.scheduled, start, seconds)
+                self._record_compute(each.scheduled, self._meter.scheduled_at, seconds)
         return results
 
     def _record_compute(self, scheduled: ScheduledRequest, start: float, seconds: float) -> None:
@@ -202,7 +254,8 @@ class Engine:
         self._draft_manager.flush()
         self._requests.clear()
         self._keys.clear()
-        self._ended.clear()
+        self._log_probs = DeltaLogProbs()
+        self._take_deltas()
         self._scheduler.reset()
 
     def check_integrity(self) -> None:
@@ -269,10 +322,10 @@ class Engine:
             if request.times.started is not None or (request.grammar is not None and request.output_tokens):
                 # Its grammar did not know, when its last tokens were committed, whether they end it.
                 if (reason := request.check_finish()) is not None:
-                    self._ended.append(self._end(request, reason, request.grammar_error()))
+                    self._deltas.append(self._end(request, reason, request.grammar_error()))
             elif error := request.rejection_reason():
                 self._remove(request)
-                self._ended.append(Delta(request.id, finish_reason=FinishReason.ERROR, error=error))
+                self._deltas.append(Delta(request.id, finish_reason=FinishReason.ERROR, error=error))
 
     def _end(self, request: Request, reason: FinishReason, error: str = "") -> Delta:
         """End a request without new tokens; return its final delta."""
@@ -297,11 +350,34 @@ class Engine:
 
     def _commit_all(self, results: Sequence[PassResult]) -> list[Delta]:
         deltas = []
+        self._gather_states([each for each in results if each.finite])
         for result in results:
             if (delta := self._commit(result)) is not None:
                 delta.prompt_log_probs = result.prompt_log_probs
                 deltas.append(delta)
+        self._log_probs.start()
         return deltas
+
+    def _gather_states(self, results: Sequence[PassResult]) -> None:
+        """The hidden states that drafts lack, for all requests at once: a gather is a kernel, and a copy a wait."""
+        self._states.clear()
+        if not self._draft_client.hidden_state_layers:
+            return
+        slots: dict[int, tuple[int, Sequence[int]]] = {}
+        for each in results:
+            request, accepted = each.scheduled.request, each.accepted_slots()
+            computed = request.slot_table.slots
+            if lacking := self._draft_manager.lacking_states(request, len(computed) + len(accepted)):
+                start, stop = lacking.start, lacking.stop
+                slots[request.key] = start, [*computed[start:stop], *accepted[: max(0, stop - len(computed))]]
+        if slots:
+            states = self._pass.hidden_states.gather(list(chain.from_iterable(part for _, part in slots.values())))
+            if self._draft_client.concurrent:  # they are sent
+                [states] = HostCopy(states).read()
+            parts = states.split([len(part) for _, part in slots.values()])
+            self._states.update(
+                (key, (start, part)) for (key, (start, _)), part in zip(slots.items(), parts, strict=True)
+            )
 
     def _commit(self, result: PassResult) -> Delta | None:
         """Commit what a pass brought one request. None: nothing that its client wants."""
@@ -326,7 +402,8 @@ class Engine:
         # The last token becomes the root, whose row is yet to be run: it keeps no slot, be it an accepted node's.
         drawn_at = scheduled.keep_slots(accepted[: len(tokens) - 1], self._scheduler.pool)
         if (params := request.generation_request.sampling).logprobs is not None:
-            delta.log_probs = log_probs(result.logits[drawn_at], tokens, params.logprobs, params.logprob_token_ids)
+            drawn_from = [result.logits[row : row + 1] for row in drawn_at]
+            self._log_probs.add(delta, drawn_from, params.logprobs, params.logprob_token_ids)
         self._draft_manager.commit(request, tokens, accepted)
         request.commit(tokens)  # last: it moves the root of the tree
         request.times.commit(self._clock())

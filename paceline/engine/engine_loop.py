@@ -6,7 +6,7 @@ Growth and commits have messages of their own, see `paceline.wire.remote_draft_c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,15 +68,16 @@ class SteppedEngine(Protocol):
     def start_calibration(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from the calibration counts of other engines, by cell."""
 
-    def step(self) -> list[Delta]:
-        """Run one forward pass, if there is anything to run, and return the new deltas."""
+    def overlapped_step(self, deliver: Callable[[list[Delta]], None]) -> None:
+        """Run one forward pass, if there is anything to run. `deliver` gets the new deltas of each step once: of this
+        step, or of the one before while this pass computes."""
 
 
 class EngineLoop:
     """Steps an engine while it is busy and sleeps while it is not, until the pipe closes.
 
-    Each step sends a `StepResult`. Step statistics are batched: they are sent when they are due, when a request ends,
-    and when the engine becomes idle.
+    Of each step a `StepResult` is sent. Step statistics are batched: they are sent when they are due, when a request
+    ends, and when the engine becomes idle.
     """
 
     def __init__(self, engine: SteppedEngine, pipe: Pipe) -> None:
@@ -97,15 +98,14 @@ class EngineLoop:
                 self._pipe.receive(0.0 if self._engine.busy or self._messages else None)
                 self._handle_messages()
                 if self._engine.busy:
-                    self._pipe.send(self._step())
+                    self._engine.overlapped_step(self._send)
 
-    def _step(self) -> StepResult:
+    def _send(self, deltas: list[Delta]) -> None:
         engine = self._engine
-        deltas = engine.step()
         self._unsent_stats.append(engine.last_step)
         due = engine.stats_due or not engine.busy or any(delta.finish_reason for delta in deltas)
         stats, self._unsent_stats = (self._unsent_stats, []) if due else ([], self._unsent_stats)
-        return StepResult(deltas, engine.load, stats)
+        self._pipe.send(StepResult(deltas, engine.load, stats))
 
     def _handle_messages(self) -> None:
         while self._messages:

@@ -20,6 +20,8 @@ class StepMeter:
         self.cost = StepCost(passes)
         self.stats_due = False
         """Whether the step's deltas carry statistics. Final deltas always do."""
+        self.last_stats_due = False
+        """The same of the last step that has ended."""
         self.last_step = StepStats(0.0, 0, 0, 0, slots)
         self._clock = clock
         self._timer = StatsTimer()
@@ -45,6 +47,7 @@ class StepMeter:
             [each.request for each in batch] if all(each.only_draws for each in batch) else []
         )
         """The step's requests if it computes no prompt tokens. Other steps teach nothing about costs."""
+        self.scheduled_at = self._clock()
 
     def draft_overhead_tokens(self) -> float:
         """Tokens that drafting cost each drafted request, in the step so far."""
@@ -53,6 +56,7 @@ class StepMeter:
 
     def end(self, deltas: Sequence[Delta], scheduler: Scheduler, draft_manager: DraftManager) -> None:
         now = self._clock()
+        self.last_stats_due = self.stats_due
         if self._drawing:
             self._observe_cost(now - self._received_at)
         self.last_step = StepStats(

@@ -39,6 +39,8 @@ class Model(Protocol):
     rows_invariant: bool
     numerics: str
     """One line that names everything the numbers depend on, apart from the weights."""
+    asynchronous: bool
+    """Whether `run` returns before the pass is computed, as on an accelerator. Who reads its output waits for it."""
 
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
         """One forward pass over `rows`. Returns the logits of the rows indexed by `wanted`, in that order, and the
@@ -63,6 +65,7 @@ class ModelInfo:
     rows_invariant: bool = False
     numerics: str = ""
     kv_cache_dtype: KVCacheDtype = "auto"
+    asynchronous: bool = False
 
 
 class TransformersModel(ModelInfo):
@@ -78,6 +81,7 @@ class TransformersModel(ModelInfo):
     def __init__(self, info: ModelInfo, cache: KVCache, config: Any) -> None:
         """`config`: transformers' configuration of the text model, or a GGUF file's."""
         super().__init__(**vars(info))
+        self.asynchronous = cache.device.type != "cpu"
         self.cache = cache
         self._config = config
 

@@ -173,6 +173,9 @@ class VllmEngine:
             self._finish(request, delta)
             self._ended.append(delta)
 
+    def overlapped_step(self, deliver: Callable[[list[Delta]], None]) -> None:
+        deliver(self.step())
+
     def step(self) -> list[Delta]:
         start = self._clock()
         self.stats_due = self._stats_timer.due(start)

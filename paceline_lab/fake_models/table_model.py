@@ -38,6 +38,7 @@ class TableModel:
         self.eos_token_ids: Sequence[int] = ()
         self.fingerprint = self.name
         self.numerics = "no weights"
+        self.asynchronous = False
         self.rows_invariant = True
         self._disagreement = disagreement
         self._tokens = [0] * (slots + 1)

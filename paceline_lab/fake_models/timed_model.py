@@ -53,6 +53,7 @@ class TimedModel:
         self.eos_token_ids: Sequence[int] = ()
         self.fingerprint = spec.fingerprint
         self.numerics = "no weights"
+        self.asynchronous = False
         self.rows_invariant = True
         self._spec = spec
         self._clock, self._sleep = clock, sleep

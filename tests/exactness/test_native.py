@@ -132,7 +132,7 @@ class Weights:
         width = native.head_width(s.heads) if kind is native.NativeNetwork else None
         cache = KVCache(2, SLOTS, s.heads, self.dtype, torch.device("cpu"), width, self.kv_cache_dtype)
         options |= {"embedding": self.embedding, "norm": self.norm, "head": self.head, "fusion": self.fusion}
-        over = cache if kind is native.NativeNetwork else TorchAttention(cache, len(rotary.cosines))
+        over = cache if kind is native.NativeNetwork else TorchAttention(cache, len(self.rotary.cosines))
         made: native.NativeNetwork = kind(
             self.layers, s.heads, over, self.rotary, hidden=s.hidden, eps=EPS, scale=s.head_size**-0.5, **options
         )

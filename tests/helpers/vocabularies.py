@@ -106,6 +106,7 @@ class Reciter:
         self.fingerprint = vocabulary.tokenizer.fingerprint
         self.rows_invariant = True
         self.numerics = "no weights"
+        self.asynchronous = False
         self.ran: list[Row] = []
         self._tokenizer = vocabulary.tokenizer
         self._text = text.encode()

@@ -55,6 +55,7 @@ CODEC = ("unit/wire/test_node_codec.py", "contract/test_frames.py")
 OUTPUT = ("unit/test_output_processor.py", "unit/test_llm.py")
 STOPS = ("unit/text/test_stop_strings.py", "unit/test_output_processor.py")
 ENGINE = ("unit/engine/test_engine.py", "exactness/test_engine.py")
+OVERLAP = ("unit/engine/test_overlapped_step.py",)
 SCORES = ("exactness/test_prompt_scores.py",)
 ENDS = ("exactness/test_ends_inside_runs.py",)
 API = ("exactness/test_api_combinations.py",)
@@ -659,13 +660,6 @@ MUTANTS = (
         ROWS,
     ),
     Mutant(
-        "a truncated path keeps a prefix of what was taken back",
-        "paceline/model/rows.py",
-        "del self._prefixes[length // TILE + 1 :]",
-        "del self._prefixes[length // TILE + 2 :]",
-        (*ROWS, "unit/drafting/test_draft_model.py", "unit/engine/test_hidden_states.py"),
-    ),
-    Mutant(
         "the probe looks at eight rows of a pass",
         "paceline/model/row_probe.py",
         "range(n)).logits, expected[:n])",
@@ -1117,9 +1111,97 @@ MUTANTS = (
     Mutant(
         "a request whose logits are not finite goes on",
         "paceline/engine/model_pass.py",
-        "finite = is_finite(output.logits)",
-        "finite = True",
+        "if not is_finite(running.logits, running.total):",
+        "if False:",
         ("unit/engine/test_engine.py",),
+    ),
+    Mutant(
+        "the draws of dropped nodes count",
+        "paceline/engine/model_pass.py",
+        "            self._verify(results, torch.cat(",
+        "            _ = (results, torch.cat(",
+        ("unit/engine/test_engine.py",),
+    ),
+    Mutant(
+        "a step is delivered after the next pass was read",
+        "paceline/engine/engine.py",
+        "        deliver_last()\n        self._finish_step()\n",
+        "        undelivered, self._undelivered = self._undelivered, False\n"
+        "        kept, self._deltas = self._deltas, []\n        self._finish_step()\n"
+        "        if undelivered:\n            deliver(kept)\n",
+        OVERLAP,
+    ),
+    Mutant(
+        "the tokens of a step wait for a pass that does not come",
+        "paceline/engine/engine.py",
+        "        if not (self._batch and self._requests):\n            deliver_last()\n",
+        "",
+        OVERLAP,
+    ),
+    Mutant(
+        "the tokens of a cancelled request come after its end",
+        "paceline/engine/engine.py",
+        "self._deltas.append(self._end(self._requests[key], FinishReason.CANCELLED))",
+        "self._deltas.insert(0, self._end(self._requests[key], FinishReason.CANCELLED))",
+        OVERLAP,
+    ),
+    Mutant(
+        "tokens wait while the engine waits for guesses",
+        "paceline/engine/draft_manager.py",
+        "            before_wait()\n            began, grafted",
+        "            began, grafted",
+        OVERLAP,
+    ),
+    Mutant(
+        "tokens wait while a draft in this process guesses",
+        "paceline/engine/draft_manager.py",
+        "any(request.draft_active for request in requests.values()):\n            before_wait()",
+        "False:\n            before_wait()",
+        OVERLAP,
+    ),
+    Mutant(
+        "log-probabilities are waited for before the next pass starts",
+        "paceline/engine/engine.py",
+        "        self._log_probs.start()\n",
+        "        self._log_probs.start()\n        self._log_probs.read()\n",
+        OVERLAP,
+    ),
+    Mutant(
+        "requests of one step have one another's log-probabilities",
+        "paceline/engine/log_probabilities.py",
+        "            for delta in deltas:\n                delta.log_probs",
+        "            for delta in reversed(deltas):\n                delta.log_probs",
+        (*OVERLAP, "exactness/test_prompt_scores.py"),
+    ),
+    Mutant(
+        "among equal log-probabilities the highest ids come first",
+        "paceline/engine/log_probabilities.py",
+        "    lowness_V = _32_BITS - torch.arange(values_RV.shape[-1], device=values_RV.device)\n"
+        "    return _32_BITS - ((order_RV | lowness_V).topk(count).values & _32_BITS)\n",
+        "    ids_V = torch.arange(values_RV.shape[-1], device=values_RV.device)\n"
+        "    return (order_RV | ids_V).topk(count).values & _32_BITS\n",
+        OVERLAP,
+    ),
+    Mutant(
+        "drafts get the states of a request's last guesses, not of the accepted ones",
+        "paceline/engine/model_pass.py",
+        "return [by_node[node] for node in self.verdict.accepted] if self.verdict else []",
+        "return list(by_node.values())[-len(self.verdict.accepted) :] if self.verdict else []",
+        ("unit/engine/test_hidden_states.py",),
+    ),
+    Mutant(
+        "a reset engine delivers what it had drawn before",
+        "paceline/engine/engine.py",
+        "        self._take_deltas()\n        self._scheduler.reset()",
+        "        self._scheduler.reset()",
+        OVERLAP,
+    ),
+    Mutant(
+        "the statistics of a step are sent with the one before",
+        "paceline/engine/engine.py",
+        "return self._meter.last_stats_due",
+        "return self._meter.stats_due",
+        ("unit/engine/test_engine_loop.py",),
     ),
     Mutant(
         "a prompt with logits that are not finite is scored",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.draft_client import NoDraftClient, PollResult
 from paceline.engine.engine import Engine
@@ -45,8 +47,10 @@ async def test_a_request_during_the_last_step_of_another_is_served() -> None:
             await until(lambda: ended == {"first", "second"})
 
 
-async def test_statistics_are_sent_when_due_and_at_the_end() -> None:
-    """Steps are 0.15 s apart, so every fourth step sends the statistics of four steps."""
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_statistics_are_sent_when_due_and_at_the_end(asynchronous: bool) -> None:
+    """Steps are 0.15 s apart, so every fourth step sends the statistics of four steps. A step that is delivered behind
+    the next one's pass is sent with its own."""
     now, received = [0.0], list[StepResult]()
 
     class Ticking(TableModel):
@@ -55,6 +59,7 @@ async def test_statistics_are_sent_when_due_and_at_the_end() -> None:
             return super().run(rows, wanted, hidden_layers)
 
     model, config = Ticking(8, 256, 256), EngineConfig(slots=256)
+    model.asynchronous = asynchronous
     engine = Engine(model, config, SpeculativeConfig(), NoDraftClient(), FREE, clock=lambda: now[0])
     async with joined() as (connection, pipe):
         connection.on(StepResult, received.append)

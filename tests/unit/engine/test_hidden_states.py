@@ -26,6 +26,7 @@ from paceline.drafting.speculator import Commit, Context, DraftDescription, Draf
 from paceline.engine.draft_gate import DraftGate
 from paceline.engine.draft_manager import MAX_HIDDEN_STATES_SENT
 from paceline.engine.engine import Engine
+from paceline.engine.hidden_states import HiddenStates
 from paceline.messages import GenerationRequest
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
@@ -352,6 +353,27 @@ class TestEngine:
         served.run(target, generation_request("second", 100, 30))
         assert served.engine.cached >= 64
         served.check(model)
+
+    def test_of_all_requests_of_a_step_at_once(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On a GPU each gather is kernels, and each copy of states for a draft elsewhere a wait."""
+        gathered = list[int]()
+        gather = HiddenStates.gather
+
+        def count(states: HiddenStates, slots: Sequence[int]) -> Tensor:
+            gathered.append(len(slots))
+            return gather(states, slots)
+
+        monkeypatch.setattr(HiddenStates, "gather", count)
+        recorder = Recorder()
+        target = engine(model, recorder)
+        for name in "abc":
+            target.submit(generation_request(name, 20, 20))
+        steps = 0
+        while target.busy:
+            target.step()
+            steps += 1
+        assert len(gathered) == steps
+        assert max(gathered) == 3 * 20, "the prompts, and the roots that were drawn from"
 
     def test_after_preemption(self, model: Model) -> None:
         small = target_model(slots=256)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from paceline.model.paged_attention import AttentionKernel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -32,6 +31,7 @@ from paceline.model.loading import build, outline
 from paceline.model.network_factory import Network, make_network
 from paceline.model.rows import Row, SlotTable
 from paceline.model.torch_attention import TorchAttention
+from tests.helpers import gpu_kernels
 from tests.helpers.live_storages import LiveStorages
 from tests.helpers.llamas import peaked_llama
 
