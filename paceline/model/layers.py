@@ -136,6 +136,7 @@ class TorchNetwork:
     ) -> None:
         """As `paceline.model.native.native_network.NativeNetwork`."""
         self._start_pass = attention.start_pass
+        self.device_passes = attention.device_passes() if sums is None else None
         self._rotary = RotaryEmbedding(rotary, attention.cache.data.new_empty(1))
         self._layers = [_TorchLayer(n, layer, heads, eps, scale, sums) for n, layer in enumerate(layers)]
         self._embedding = embedding
@@ -146,20 +147,20 @@ class TorchNetwork:
         self._graphs: PassGraphs | None = None
         if fusion is None and sums is None:
             windows = sorted({layer.window for layer in layers})
-            self._graphs = attention.capture(self._forward, len(rotary.cosines), windows)
+            self._graphs = attention.capture(self.forward, len(rotary.cosines), windows)
 
     def run(
         self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int] = (), *, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         outputs = None if self._graphs is None else self._graphs.run(rows)
         if outputs is None:
-            outputs = self._forward(self._start_pass(rows), states)
+            outputs = self.forward(self._start_pass(rows), states)
         tapped = torch.stack([outputs[n][: len(rows)] for n in layers], 1) if layers else None
         if self._head is None:
             return outputs[0].new_empty(len(wanted), 0), tapped
         return self.output(outputs[-1].index_select(0, device_integers(wanted, outputs[-1].device))), tapped
 
-    def _forward(self, this: Pass, states: Tensor | None = None) -> list[Tensor]:
+    def forward(self, this: Pass, states: Tensor | None = None) -> list[Tensor]:
         """The first layer's input, the output of each layer, and that of the final norm: [R, hidden]."""
         cos_sin = self._rotary(this.positions)
         assert self._embedding is not None

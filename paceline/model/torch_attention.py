@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from paceline.model import paged_attention
 from paceline.model.attention import KVCache, Pass, TorchPass
+from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.paged_attention import AttentionKernel, PagedPass
 from paceline.model.pass_graphs import CudaCapture, Outputs, PassGraphs
 from paceline.model.rows import Row
@@ -56,6 +57,10 @@ class TorchAttention:
         if self.kernel is None:
             return TorchPass.of(self.cache, rows)
         return PagedPass.of(self.cache, self.kernel.attend, rows)
+
+    def device_passes(self) -> DevicePasses | None:
+        """For graphs of several passes; None without."""
+        return None
 
     def capture(
         self, forward: Callable[[PagedPass], Outputs], longest: int, windows: Sequence[int]

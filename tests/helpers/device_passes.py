@@ -1,0 +1,99 @@
+"""Passes over tables of slots on a device, by torch's operators, for graphs on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.model.attention import AttentionOptions, KVCache
+from paceline.model.gpu.device_passes import DevicePasses
+from paceline.model.gpu.paths import RowPaths
+from paceline.model.pass_graphs import Outputs
+from paceline.model.rows import GROUP
+from paceline.model.torch_attention import TorchAttention
+from tests.helpers.flash_attention import capture
+
+
+@dataclass
+class GatheredPass:
+    """A `Pass` that gathers the keys of every position that a table has, for every row."""
+
+    cache: KVCache
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    paths: RowPaths
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
+        self.cache.store(layer, self.slots, key, value)
+        slots, hidden = self._seen(options.window)
+        heads = self.cache.heads
+        kv = self.cache.data[layer].index_select(0, slots.flatten()).view(*slots.shape, 2 * heads.kv_heads, -1)
+        kv = kv.repeat_interleave(heads.queries_per_kv, 2).float()
+        keys, values = kv.chunk(2, 2)
+        scores = torch.einsum("rhd,rnhd->rhn", query.float(), keys) * options.scale
+        scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+        out = torch.einsum("rhn,rnhd->rhd", scores.softmax(-1).nan_to_num(), values)
+        return out.flatten(1).to(query.dtype)
+
+    def _seen(self, window: int) -> tuple[Tensor, Tensor]:
+        """Slots of all positions, int64 [R, N], and those that a row does not see."""
+        tables, table, committed, seen, branch, branches, _ = self.paths
+        position = torch.arange(tables.shape[1], device=tables.device)
+        guess = (branch.unsqueeze(1) + position - committed.unsqueeze(1)).clamp(0, len(branches) - 1)
+        slots = tables.index_select(0, table)
+        slots = torch.where(position < committed.unsqueeze(1), slots, branches[guess]).long()
+        hidden = position >= seen.unsqueeze(1)
+        if window:
+            hidden |= position < seen.unsqueeze(1) - window
+        return slots.masked_fill(hidden, 0), hidden
+
+
+@dataclass
+class CheckedPass(GatheredPass):
+    """Raises AssertionError unless the rows' paths are what a kernel may rely on."""
+
+    def __post_init__(self) -> None:
+        tables, table, committed, seen, branch, branches, groups = self.paths
+        assert {each.dtype for each in self.paths} == {torch.int32}
+        assert {each.dtype for each in (self.tokens, self.positions, self.slots)} == {torch.int64}
+        assert len(self.tokens) % GROUP == 0
+        real = seen > 0
+        assert torch.equal(self.positions[real], seen[real].long() - 1)
+        assert bool((self.slots[~real] == self.cache.padding_slot).all())
+        own = (branch + self.positions - committed).clamp(0, len(branches) - 1)
+        at_position = tables[table.long(), self.positions.clamp(max=tables.shape[1] - 1)]
+        path_ends = torch.where(self.positions < committed, at_position, branches[own.long()])
+        assert torch.equal(path_ends[real].long(), self.slots[real]), "a row's path ends with its own slot"
+        assert (int(groups[0]), int(groups[-1])) == (0, len(self.tokens))
+        for first, end in itertools.pairwise(groups.tolist()):
+            assert 0 <= end - first <= GROUP
+            members = slice(first, end)
+            assert len(set(zip(table[members].tolist(), committed[members].tolist(), strict=True))) <= 1
+
+
+def run_again(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """A `Capture` whose replay is a run."""
+
+    def replay() -> None:
+        run()
+
+    return replay, run()
+
+
+def use_device_passes(patch: pytest.MonkeyPatch, *, recorded: bool = False) -> None:
+    """For networks that are made meanwhile, on a CPU. `recorded`: a graph repeats the operators of its first run on the
+    same memory; else every run is Python's, and checks its passes."""
+    patch.setenv("PACELINE_NATIVE", "0")
+    kind, how = (GatheredPass, capture) if recorded else (CheckedPass, run_again)
+
+    def device_passes(attention: TorchAttention) -> DevicePasses:
+        return DevicePasses(attention.cache, partial(kind, attention.cache), how)
+
+    patch.setattr(TorchAttention, "device_passes", device_passes)
