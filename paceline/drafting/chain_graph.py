@@ -10,6 +10,7 @@ Shapes: E rows that extend, N requests, W nodes of a request that a level expand
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.drafting.device_draws import DrawParams, predict_on_device
+from paceline.drafting import device_draws
 from paceline.model.attention import Pass
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.paths import RowPaths
@@ -83,6 +84,15 @@ def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 
+def _draws(device: torch.device) -> ModuleType:
+    """What predicts and chooses there."""
+    if device.type != "cuda":
+        return device_draws
+    from paceline.drafting import draw_kernels  # torch's builds for a CPU come without Triton
+
+    return draw_kernels
+
+
 class ChainGraph:
     """The levels of one shape. Who fills `inputs` calls `run`, then reads `outputs`.
 
@@ -92,8 +102,8 @@ class ChainGraph:
     roots int64 [N * W]: the row of each request's root, W times.
     level_positions, level_slots int64, level_seen int32 [D - 1, N * W]: the nodes that later levels expand.
     level_table, level_committed int32 [N * W].
-    keys int64 [D, N * W, 2]: see `predict_on_device`.
-    params float64 [5, N * W]: see `DrawParams`.
+    keys int64 [D, N * W, 2]: see `device_draws.predict`.
+    params float64 [5, N * W]: see `device_draws.draw_params`.
 
     outputs:
     tokens int64, log_probs float32 [D, N, W, K]. The first level expands a root W times; the first one counts.
@@ -114,6 +124,7 @@ class ChainGraph:
     ) -> None:
         """`tables`: see `RowPaths`. Padding rows have the last one. `width`: W. `children`: K."""
         self._network, self._start, self._tables = network, passes.start, tables
+        self._draws = _draws(passes.cache.device)
         self.shape, self.width, self._children, self.states = shape, width, children, states
         rows, requests, depth = shape
         nodes, device = requests * width, passes.cache.device
@@ -128,7 +139,7 @@ class ChainGraph:
                 "level_seen": (small, (depth - 1, nodes)),
                 **dict.fromkeys(("level_table", "level_committed"), (small, (nodes,))),
                 "keys": (integers, (depth, nodes, 2)),
-                "params": (torch.float64, (len(DrawParams._fields), nodes)),
+                "params": (torch.float64, (5, nodes)),
             },
             device,
         )
@@ -141,39 +152,36 @@ class ChainGraph:
             },
             device,
         )
-        self._no_branches = torch.zeros(1, dtype=small, device=device)
         self._first_branch = torch.zeros(rows, dtype=small, device=device)
+        self._no_branches = torch.zeros(nodes, depth - 1, dtype=small, device=device)
         self._branch = torch.arange(nodes, dtype=small, device=device) * (depth - 1)
         self._level_groups = torch.arange(requests + 1, dtype=small, device=device) * width
-        self._first_node = torch.arange(requests, device=device).unsqueeze(1) * width
         self._root_log_probs = torch.full((requests, width), -torch.inf, device=device)
         self._root_log_probs[:, 0] = 0.0
 
     def run(self) -> list[Tensor]:
         """Device code alone: no length, no number and no branch of it depends on what is in memory."""
-        inputs, outputs = self.inputs.device, self.outputs.device
-        params = self._params(inputs["params"])
-        features = None if self.states is None else self._network.encode(self.states)
+        network, inputs = self._network, self.inputs.device
+        tokens, log_probs, chosen = self.outputs.device.values()
+        features = None if self.states is None else network.encode(self.states)
         final, features = self._extend(inputs, features)
-        path_log_probs, branches = self._root_log_probs, self._branches()
+        path_log_probs, branches = self._root_log_probs, self._no_branches
         for level in range(self.shape.depth):
-            tokens, log_probs = outputs["tokens"][level], outputs["log_probs"][level]
-            predicted = predict_on_device(
-                self._network.logits(final), inputs["keys"][level], params, self._children, self._network.ids
-            )
-            for output, new in zip((tokens, log_probs), predicted, strict=True):
-                output.copy_(new.unflatten(0, path_log_probs.shape))
-            if level == self.shape.depth - 1:
-                break
-            path_log_probs, chosen = (path_log_probs.unsqueeze(-1) + log_probs).flatten(1).topk(self.width)
-            outputs["chosen"][level].copy_(chosen)
-            parents = (chosen // self._children + self._first_node).flatten()
-            next_tokens = tokens.flatten(1).gather(1, chosen).flatten()
-            branches = branches.index_select(0, parents)
-            branches[:, level].copy_(inputs["level_slots"][level])
-            features = None if features is None else features.index_select(0, parents)
-            final, features = self._network.forward(self._level(inputs, level, next_tokens, branches), features)
-        return [outputs["tokens"], outputs["log_probs"], outputs["chosen"]]
+            below = tokens[level].flatten(0, 1), log_probs[level].flatten(0, 1)
+            self._draws.predict(network.logits(final), inputs["keys"][level], inputs["params"], network.ids, *below)
+            if level < self.shape.depth - 1:
+                path_log_probs, next_tokens, branches, features = self._draws.choose(
+                    path_log_probs,
+                    tokens[level],
+                    log_probs[level],
+                    branches,
+                    inputs["level_slots"][level],
+                    level,
+                    features,
+                    chosen[level],
+                )
+                final, features = network.forward(self._level(inputs, level, next_tokens, branches), features)
+        return [tokens, log_probs, chosen]
 
     def _extend(self, inputs: Mapping[str, Tensor], features: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The first pass: its results for each node that is expanded, the roots."""
@@ -185,7 +193,7 @@ class ChainGraph:
             inputs["committed"],
             inputs["seen"],
             self._first_branch,
-            self._no_branches,
+            self._first_branch,  # no row sees a branch
             inputs["groups"],
         )
         final, features = self._network.forward(self._start(inputs["tokens"], positions, slots, paths), features)
@@ -204,12 +212,3 @@ class ChainGraph:
             self._level_groups,
         )
         return self._start(tokens, inputs["level_positions"][level], inputs["level_slots"][level], paths)
-
-    def _branches(self) -> Tensor:
-        """int32 [N * W, D - 1]: the slots of each node's path, by depth. No row sees more than are written."""
-        return self._branch.new_zeros(len(self._branch), self.shape.depth - 1)
-
-    @staticmethod
-    def _params(params: Tensor) -> DrawParams:
-        temperature, noise, least_logit, last_rank, mass = params.unsqueeze(-1)
-        return DrawParams(temperature.float(), noise.float(), least_logit.float(), last_rank.long(), mass.long())

@@ -20,7 +20,7 @@ from paceline.core.noise import position_key
 from paceline.core.tree import ROOT
 from paceline.drafting.best_first import BestFirst, BestFirstRequest
 from paceline.drafting.chain_graph import ChainGraph, ChainNetwork, ChainShape
-from paceline.drafting.device_draws import DrawParams
+from paceline.drafting.device_draws import draw_params
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.network_speculator import DraftCache, WayToGrow, round_robin, tree_width
 from paceline.model.gpu.device_passes import DevicePasses
@@ -235,7 +235,7 @@ class Chains:
         groups += range(rows + GROUP, graph.shape.rows, GROUP)
         groups += [graph.shape.rows] * (graph.shape.rows + 1 - len(groups))
         host["groups"][:] = groups
-        params = DrawParams.columns([request.history.params for request in requests])
+        params = draw_params([request.history.params for request in requests])
         host["params"][:, : len(requests) * width] = np.repeat(params, width, 1)
         graph.inputs.upload()
         if graph.states is not None:

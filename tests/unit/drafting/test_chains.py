@@ -5,19 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.drafting import build_speculator
-from paceline.drafting.chain_graph import ChainShape
+from paceline.drafting.chain_graph import ChainGraph, ChainShape
 from paceline.drafting.chains import DEPTHS, WIDTH, Chains, DepthChoice
 from paceline.drafting.speculator import Speculator
+from paceline.model.attention import AttentionOptions, KVCache
+from paceline.model.gpu.device_passes import DevicePasses
+from paceline.model.target_weights import TargetWeights
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.device_passes import use_device_passes
-from tests.helpers.head_methods import NETWORK, build_head, save_method
+from tests.helpers.device_passes import GatheredPass, use_device_passes
+from tests.helpers.head_methods import NETWORK, build_head, save_method, target_weights
 from tests.helpers.llamas import VOCABULARY
 from tests.unit.drafting.drafting_formulas import prompt_of
 from tests.unit.drafting.feeding import Feeding
@@ -239,3 +247,71 @@ class TestDepth:
         choice.observe(self.SHAPE, 5.0, 3.0, expected)
         choice.observe(self.SHAPE, 5.0, 3600.0, expected)
         assert choice.choose(8, 1, 5) == 2
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators that start kernels: views and new memory start none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kernels += not function.is_view and "empty" not in function.name()
+        return function(*args, **(kwargs or {}))
+
+
+class Attended(GatheredPass):
+    """Two kernels of a GPU store and attend; here one operator does."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
+        return query.flatten(1).clone()
+
+
+class FusedDraws:
+    """Three kernels of a GPU; here one operator."""
+
+    @staticmethod
+    def predict(*_: Any) -> None:
+        """Nothing."""
+
+    @staticmethod
+    def choose(paths: Tensor, tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return paths, tokens[:, :, 0].flatten().clone(), others[1], others[4]
+
+
+def chain_graph(speculator: Any, depth: int, device: str = "cpu") -> ChainGraph:
+    way = speculator._way
+    cache = KVCache(1, 256, way._passes.cache.heads, torch.float32, torch.device(device))
+    layers = len(speculator.description.hidden_state_layers)
+    states = torch.zeros(8, layers, way.network.state_size, device=device)
+    tables = torch.zeros(65, 512, dtype=torch.int32, device=device)
+    passes = DevicePasses(cache, partial(GatheredPass, cache), way._passes.capture)
+    return ChainGraph(way.network, passes, tables, ChainShape(8, 1, depth), 8, 2, states)
+
+
+def test_a_run_waits_for_no_number(tmp_path: Path) -> None:
+    """On `meta` tensors, which have none: `.item()`, `tolist` and masks as indices raise, as do two devices in one."""
+    graphs: Any = graphs_of("eagle3", tmp_path, target=on_meta(target_weights()))
+    with torch.inference_mode():
+        outputs = chain_graph(graphs, 4, "meta").run()
+    assert [tuple(each.shape) for each in outputs] == [(4, 1, 8, 2), (4, 1, 8, 2), (4, 1, 8)]
+
+
+def on_meta(target: TargetWeights) -> TargetWeights:
+    device, embedding = torch.device("meta"), target.embedding().to("meta")
+    return replace(target, device=device, embedding=lambda: embedding)
+
+
+def test_a_level_starts_few_kernels(tmp_path: Path) -> None:
+    """Beside those of the layers, which are counted with them."""
+    graphs = graphs_of("eagle3", tmp_path)
+    counts = []
+    for depth in (3, 4):
+        graph = chain_graph(graphs, depth)
+        graph._start, graph._draws = partial(Attended, graph._start.args[0]), FusedDraws  # type: ignore[assignment, attr-defined]
+        with torch.inference_mode(), Counting() as counting:
+            graph.run()
+        counts.append(counting.kernels)
+    print(counts)
+    assert counts[1] - counts[0] <= 1
