@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -281,8 +282,8 @@ class Chains:
 
 def fastest_way(best_first: BestFirst) -> WayToGrow[BestFirstRequest]:
     """Whole drafts by graphs where the network's device has them. Nothing may take back a committed token then."""
-    network = best_first.network
-    passes = getattr(network, "device_passes", None)
+    network: Any = best_first.network
+    passes: DevicePasses | None = getattr(network, "device_passes", None)
     if passes is None:
         return best_first
     positions = network.description.position_limit

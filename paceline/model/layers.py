@@ -248,7 +248,7 @@ def _row_parallel_linear(weight: Tensor, bias: Tensor | None, sums: AllReduce | 
 
 def pad_rows(x: Tensor) -> Tensor:
     """[rows, n], padded with zero rows to a multiple of GROUP."""
-    return F.pad(x, (0, 0, 0, -len(x) % GROUP))
+    return x if len(x) % GROUP == 0 else F.pad(x, (0, 0, 0, -len(x) % GROUP))
 
 
 MAX_ROWS_PER_PRODUCT = 32

@@ -38,6 +38,8 @@ LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 FLASH = ("unit/model/test_paged_attention.py",)
 TRITON = ("unit/model/test_triton_attention.py",)
+CHAINS = ("unit/drafting/test_chains.py",)
+DRAW_KERNELS = ("unit/drafting/test_draw_kernels.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
@@ -1358,5 +1360,47 @@ MUTANTS = (
         "self.on_cancel()",
         "pass",
         ("contract/test_background.py",),
+    ),
+    Mutant(
+        "a graph of a draft is replayed with old positions",
+        "paceline/drafting/chains.py",
+        "graph.inputs.upload()",
+        "self._graphs.get(graph.shape) or graph.inputs.upload()",
+        CHAINS,
+    ),
+    Mutant(
+        "a draft's node sees the slots of another node's path",
+        "paceline/drafting/device_draws.py",
+        "branches = branches.index_select(0, parents)",
+        "branches = branches.clone()",
+        CHAINS,
+    ),
+    Mutant(
+        "a draft's node has the feature of another node's parent",
+        "paceline/drafting/device_draws.py",
+        "features.index_select(0, parents)",
+        "features.clone()",
+        CHAINS,
+    ),
+    Mutant(
+        "all levels of a draft predict the draw after the root",
+        "paceline/drafting/chain_graph.py",
+        'inputs["keys"][level]',
+        'inputs["keys"][0]',
+        CHAINS,
+    ),
+    Mutant(
+        "a request's row of the tables keeps the slots of the one before it",
+        "paceline/drafting/chains.py",
+        "if self._holders[row] is not request:",
+        "if self._holders[row] is None:",
+        CHAINS,
+    ),
+    Mutant(
+        "a kernel takes the slots of another node's path",
+        "paceline/drafting/draw_kernels.py",
+        "branches + parent[:, None] * depth",
+        "branches + row[:, None] * depth",
+        DRAW_KERNELS,
     ),
 )

@@ -1,20 +1,52 @@
 """Runs the kernels that predict and choose beside torch's operators, and prints a JSON line.
 
-In a process of its own, with TRITON_INTERPRET=1: Triton reads it when it is imported, which torch does.
+`compare` is in a process of its own, with TRITON_INTERPRET=1: Triton reads it when it is imported, which torch does.
+`compile` compiles the kernels instead, and says which of them have local memory.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from paceline.config import SamplingParams
 from paceline.core.noise import position_key
 from paceline.drafting import device_draws, draw_kernels
+from paceline.drafting.draw_prediction import SHORTLIST_SIZE
 
+LONGS, FLOATS = "*i64", "*fp32"
+KERNELS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "_likeliest": (
+        {"logits": "*bf16", "best": LONGS, "columns": "i32", "row_stride": "i32"},
+        {"COLUMNS": draw_kernels.COLUMNS, "SHORTLIST": SHORTLIST_SIZE},
+    ),
+    "_draw": (
+        {
+            **{"best": LONGS, "noise_keys": LONGS, "params": "*fp64", "ids": LONGS, "tokens": LONGS},
+            **{"log_probs": FLOATS, "rows": "i32", "shortlist": "i32", "candidates": "i32"},
+        },
+        {"CHUNK": draw_kernels.CHUNK, "SHORTLIST": SHORTLIST_SIZE, "WIDTH": 3, "PADDED_WIDTH": 4, "MAPPED": True},
+    ),
+    "_choose": (
+        {
+            **{"paths": FLOATS, "tokens": LONGS, "log_probs": FLOATS, "branches": "*i32", "slots": LONGS},
+            **{"features": "*bf16", "next_paths": FLOATS, "next_tokens": LONGS, "next_branches": "*i32"},
+            **{"next_features": "*bf16", "chosen": LONGS, "level": "i32", "depth": "i32", "size": "i32"},
+        },
+        {
+            **{"WIDTH": 8, "PADDED_WIDTH": 8, "CHILDREN": 3, "CANDIDATES": 32, "PADDED_DEPTH": 4},
+            "FEATURES": draw_kernels.FEATURES,
+        },
+    ),
+}
+"""Types of arguments, and constants."""
 LAWS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8, seed=3),
@@ -25,9 +57,21 @@ LAWS = (
 
 
 def main() -> None:
+    print(json.dumps(compared_cases() if sys.argv[1] == "compare" else [*map(compiled, KERNELS)]))
+
+
+def compared_cases() -> list[dict[str, Any]]:
     cases = [prediction(*given) for given in ((50, 1, True), (1100, 3, False))]
     cases += [choice(*given) for given in ((1, 8, 3, 1030), (3, 4, 1, 0), (2, 1, 1, 30))]
-    print(json.dumps(cases))
+    return cases
+
+
+def compiled(name: str) -> dict[str, Any]:
+    """For compute capability 9.0, with as many warps as at run time."""
+    types, constants = KERNELS[name]
+    source = ASTSource(getattr(draw_kernels, name), {**types, **dict.fromkeys(constants, "constexpr")}, constants)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    return {"case": name, "local": ".local" in kernel.asm["ptx"]}
 
 
 def prediction(columns: int, children: int, mapped: bool) -> dict[str, Any]:
