@@ -317,9 +317,9 @@ def test_a_run_waits_for_no_number(tmp_path: Path) -> None:
 
 
 def test_a_level_starts_few_kernels(tmp_path: Path) -> None:
-    """Three of them predict and choose (`draw_kernels`); here one operator does. One stands for what stores and attends.
-    All others are the network's, by torch's operators: two for rotary rows, three for its input, and thirteen of the
-    layer and the output matrix.
+    """Three of them predict and choose (`draw_kernels`): here one operator does. One stands for what stores and
+    attends. All others are the network's, by torch's operators: two for rotary rows, three for its input, and thirteen
+    of the layer and the output matrix.
     """
     counts = []
     for depth in (3, 4):
