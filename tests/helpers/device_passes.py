@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.model.attention import AttentionOptions, KVCache
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.paths import RowPaths
+from paceline.model.native.native_library import NativeLibrary
 from paceline.model.pass_graphs import Outputs
 from paceline.model.rows import GROUP
 from paceline.model.torch_attention import TorchAttention
@@ -87,10 +88,16 @@ def run_again(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
     return replay, run()
 
 
+def use_torch(patch: pytest.MonkeyPatch) -> None:
+    """In place of native code, which may have been loaded."""
+    patch.setenv("PACELINE_NATIVE", "0")
+    patch.setattr(NativeLibrary, "_instance", None)
+
+
 def use_device_passes(patch: pytest.MonkeyPatch, *, recorded: bool = False) -> None:
     """For networks that are made meanwhile, on a CPU. `recorded`: a graph repeats the operators of its first run on the
     same memory; else every run is Python's, and checks its passes."""
-    patch.setenv("PACELINE_NATIVE", "0")
+    use_torch(patch)
     kind, how = (GatheredPass, capture) if recorded else (CheckedPass, run_again)
 
     def device_passes(attention: TorchAttention) -> DevicePasses:

@@ -18,17 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.drafting import build_speculator
+from paceline.drafting.best_first import BestFirst, ModelNetwork
 from paceline.drafting.chain_graph import ChainGraph, ChainShape
-from paceline.drafting.chains import DEPTHS, WIDTH, Chains, DepthChoice
+from paceline.drafting.chains import DEPTHS, WIDTH, Chains, DepthChoice, fastest_way
 from paceline.drafting.methods.eagle import EagleNetwork
-from paceline.drafting.speculator import Speculator
+from paceline.drafting.network_speculator import NetworkSpeculator
+from paceline.drafting.speculator import DraftingLimits, Speculator
+from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
+from paceline.engine.engine import Engine
+from paceline.messages import GenerationRequest
 from paceline.model.attention import AttentionOptions, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.gpu.device_passes import DevicePasses
+from paceline.model.loading import build as build_model
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.device_passes import GatheredPass, use_device_passes
+from tests.helpers.device_passes import GatheredPass, use_device_passes, use_torch
+from tests.helpers.engine_runs import EngineRun
 from tests.helpers.head_methods import NETWORK, build_head, save_method, target_weights
-from tests.helpers.llamas import VOCABULARY
+from tests.helpers.llamas import LAWS as LLAMA_LAWS
+from tests.helpers.llamas import VOCABULARY, peaked_llama
+from tests.helpers.targets import FREE
 from tests.unit.drafting.drafting_formulas import prompt_of
 from tests.unit.drafting.feeding import Feeding
 
@@ -65,7 +74,7 @@ def graphs_of(method: str, folder: Path, *, recorded: bool = False, **settings: 
 
 def host_of(method: str, folder: Path, **settings: Any) -> Speculator:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PACELINE_NATIVE", "0")
+        use_torch(patch)
         return build(method, folder / "host", **settings)
 
 
@@ -251,6 +260,26 @@ class TestDepth:
         choice.observe(self.SHAPE, 5.0, 3.0, expected)
         choice.observe(self.SHAPE, 5.0, 3600.0, expected)
         assert choice.choose(8, 1, 5) == 2
+
+
+def test_no_token_changes() -> None:
+    """Requests that come and go, drawn by all laws, with a draft that mostly agrees."""
+    requests = [GenerationRequest(f"r{n}", prompt_of(3 + 9 * n), law) for n, law in enumerate(LLAMA_LAWS)]
+    target = build_model(peaked_llama(), "target", EngineConfig(slots=2048), "", [])
+    with pytest.MonkeyPatch.context() as patch:
+        use_device_passes(patch)
+        model = build_model(peaked_llama(0.02), "draft", EngineConfig(slots=2048), "", [])
+    best_first = BestFirst(ModelNetwork(model), DraftingLimits(tree_width=2))
+    speculator: Any = NetworkSpeculator(fastest_way(best_first))
+    assert isinstance(speculator._way, Chains)
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
+    runs = []
+    for client in (NoDraftClient(), LocalDraftClient(speculator)):
+        engine = Engine(target, EngineConfig(slots=2048), speculation, client, FREE)
+        runs.append(EngineRun().run(engine, *requests))
+    assert runs[1].outputs == runs[0].outputs
+    assert speculator._way._graphs
+    assert runs[1].accepted > 40
 
 
 NO_KERNELS = ("chunk", "empty", "flatten", "new_empty", "reshape", "unflatten")
