@@ -256,26 +256,26 @@ class Chains:
     ) -> list[int]:
         """The likeliest nodes of request `n` that its tree does not have, within its limits. Nodes that a commit has
         left in the tree stay. `paths`: path log-probabilities of its nodes, [D, W * K]."""
-        levels, places = np.nonzero(paths > request.least_path_log_prob)
-        order = np.argsort(-paths[levels, places], kind="stable")
+        levels, children = np.nonzero(paths > request.least_path_log_prob)
+        order = np.argsort(-paths[levels, children], kind="stable")
         tokens, log_probs = (graph.outputs.host[name][:, n].reshape(paths.shape) for name in ("tokens", "log_probs"))
         chosen = graph.outputs.host["chosen"][:, n]
         tree, left = request.tree, request.nodes_left
         nodes: dict[tuple[int, int], int] = {}
         new: list[int] = []
-        for level, place in zip(levels[order].tolist(), places[order].tolist(), strict=True):
-            expanded = place // self._children
+        for level, child in zip(levels[order].tolist(), children[order].tolist(), strict=True):
+            expanded = child // self._children
             parent = nodes.get((level - 1, int(chosen[level - 1, expanded]))) if level else ROOT
             if parent is None:
                 continue
-            token = int(tokens[level, place])
+            token = int(tokens[level, child])
             node = tree.child(parent, token)
             if node is None:
                 if len(new) == left:
                     continue
-                node = tree.add(parent, token, float(log_probs[level, place]))
+                node = tree.add(parent, token, float(log_probs[level, child]))
                 new.append(node)
-            nodes[level, place] = node
+            nodes[level, child] = node
         request.frontier = []
         return new
 
