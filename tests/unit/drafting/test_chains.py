@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.drafting import build_speculator
 from paceline.drafting.best_first import BestFirst, ModelNetwork
 from paceline.drafting.chain_graph import ChainGraph, ChainShape
-from paceline.drafting.chains import DEPTHS, WIDTH, Chains, DepthChoice, fastest_way
+from paceline.drafting.chains import DEPTHS, REQUESTS, WIDTH, Chains, DepthChoice, _TableRows, fastest_way
 from paceline.drafting.methods.eagle import EagleNetwork
 from paceline.drafting.network_speculator import NetworkSpeculator
 from paceline.drafting.speculator import DraftingLimits, Speculator
@@ -31,6 +32,7 @@ from paceline.model.attention import AttentionOptions, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.loading import build as build_model
+from paceline.model.rows import SlotTable
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.device_passes import GatheredPass, use_device_passes, use_torch
 from tests.helpers.engine_runs import EngineRun
@@ -358,3 +360,17 @@ def test_a_level_starts_few_kernels(tmp_path: Path) -> None:
             graph.run()
         counts.append(counting.kernels)
     assert counts[1] - counts[0] == 1 + 1 + 2 + 3 + 13
+
+
+def test_rows_of_the_tables_go_to_the_requests_that_draft() -> None:
+    """One more than there are rows: the first one's goes to the last one, and it gets another one when it comes back."""
+    rows = _TableRows(8, torch.device("cpu"))
+    requests: list[Any] = [
+        SimpleNamespace(slot_table=SlotTable(range(n, n + 6)), computed=5) for n in range(1, REQUESTS[-1] + 2)
+    ]
+    taken = [rows.take([request])[0] for request in requests]
+    assert sorted(taken[:-1]) == list(range(REQUESTS[-1]))
+    assert taken[-1] == taken[0]
+    assert rows.take([requests[0], requests[2]]) == [taken[1], taken[2]]
+    for n, row in ((0, taken[1]), (2, taken[2]), (REQUESTS[-1], taken[0])):
+        assert rows.tables[row, :5].tolist() == list(range(n + 1, n + 6))
