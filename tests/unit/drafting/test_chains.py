@@ -363,7 +363,7 @@ def test_a_level_starts_few_kernels(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_tables_go_to_the_requests_that_draft() -> None:
-    """One more than there are rows: the first one's goes to the last one, and it gets another one when it comes back."""
+    """One more than there are rows: the last one gets the first one's, which gets another one when it comes back."""
     rows = _TableRows(8, torch.device("cpu"))
     requests: list[Any] = [
         SimpleNamespace(slot_table=SlotTable(range(n, n + 6)), computed=5) for n in range(1, REQUESTS[-1] + 2)
