@@ -38,6 +38,9 @@ from paceline.drafting.network_speculator import (
 )
 from paceline.drafting.speculator import DraftDescription, DraftingLimits
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
+from paceline.model.attention import Pass
+from paceline.model.decoder import LlamaModel
+from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.model import Model
 from paceline.model.row_probe import finish
 from paceline.model.rows import Row
@@ -96,6 +99,19 @@ class ModelNetwork:
         if self._columns.device != logits.device:  # once
             self._columns, self.ids = self._columns.to(logits.device), self.ids.to(logits.device)
         return RowOutput(logits.index_select(-1, self._columns))
+
+    @property
+    def device_passes(self) -> DevicePasses | None:
+        """See `ChainNetwork`. Tokens of another vocabulary are mapped on the host."""
+        return self._model.device_passes if isinstance(self._model, LlamaModel) and self.mapping is None else None
+
+    def forward(self, this: Pass, features: Tensor | None) -> tuple[Tensor, None]:
+        assert isinstance(self._model, LlamaModel)
+        return self._model.forward(this), None
+
+    def logits(self, final: Tensor) -> Tensor:
+        assert isinstance(self._model, LlamaModel)
+        return self._model.output(final)
 
 
 @dataclass(slots=True, eq=False)

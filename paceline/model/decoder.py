@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import ATTENTION, Heads, use_pass
+from paceline.model.attention import ATTENTION, Heads, Pass, use_pass
+from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
 from paceline.model.layers import Linear, use_chunked_linear
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
@@ -215,6 +216,17 @@ class LlamaModel(TransformersModel):
         assert states is not None
         logits = self._gathered_output(states[padded_row_indices(wanted, states.device), -1])[: len(wanted)]
         return ModelOutput(logits, states[:, :-1] if hidden_layers else None)
+
+    @property
+    def device_passes(self) -> DevicePasses | None:
+        """None: there are none here."""
+        ranks = self._gathered_output is not None
+        return None if ranks or isinstance(self._network, NativeNetwork) else self._network.device_passes
+
+    def forward(self, this: Pass) -> Tensor:
+        """What `output` takes, [R, hidden size], of a pass of `device_passes`."""
+        assert not isinstance(self._network, NativeNetwork)
+        return self._network.forward(this)[-1]
 
     def embedding(self) -> Tensor:
         return self._embedding

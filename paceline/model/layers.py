@@ -161,6 +161,7 @@ class TorchNetwork:
         """As `paceline.model.native.native_network.NativeNetwork`."""
         self._start_pass = attention.start_pass
         self._between = attention.kernels or TORCH_OPERATORS
+        self.device_passes = attention.device_passes() if sums is None else None
         self._rotary = RotaryEmbedding(rotary, attention.cache.data.new_empty(1))
         self._layers = [_Layer(n, layer, heads, scale, sums) for n, layer in enumerate(layers)]
         self._embedding = embedding
@@ -170,20 +171,20 @@ class TorchNetwork:
         # A head has an input beside the rows, and ranks wait for one another within a pass.
         self._graphs: PassGraphs | None = None
         if fusion is None and sums is None:
-            self._graphs = attention.capture(self._forward)
+            self._graphs = attention.capture(self.forward)
 
     def run(
         self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int] = (), *, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         outputs = None if self._graphs is None else self._graphs.run(rows)
         if outputs is None:
-            outputs = self._forward(self._start_pass(rows), states)
+            outputs = self.forward(self._start_pass(rows), states)
         tapped = torch.stack([outputs[n][: len(rows)] for n in layers], 1) if layers else None
         if self._head is None:
             return outputs[0].new_empty(len(wanted), 0), tapped
         return self.output(outputs[-1].index_select(0, device_integers(wanted, outputs[-1].device))), tapped
 
-    def _forward(self, this: Pass, states: Tensor | None = None) -> list[Tensor]:
+    def forward(self, this: Pass, states: Tensor | None = None) -> list[Tensor]:
         """The first layer's input, the output of each layer, and that of the final norm: [R, hidden]."""
         assert self._embedding is not None
         x, joined = look_up(this.tokens, self._embedding), None
@@ -293,7 +294,7 @@ def _row_parallel_linear(weight: Matrix, bias: Tensor | None, sums: AllReduce | 
 
 def pad_rows(x: Tensor) -> Tensor:
     """[rows, n], padded with zero rows to a multiple of GROUP."""
-    return F.pad(x, (0, 0, 0, -len(x) % GROUP))
+    return x if len(x) % GROUP == 0 else F.pad(x, (0, 0, 0, -len(x) % GROUP))
 
 
 def use_whole_sums(device: torch.device) -> None:

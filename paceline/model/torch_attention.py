@@ -10,13 +10,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
 
 from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, TorchPass
+from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.memory import LARGEST_HEAD, MOST_TABLES, TRITON
 from paceline.model.gpu.paged_pass import Kernels, PagedPass, PassInput
 from paceline.model.gpu.pass_graphs import CudaCapture, Outputs, PassGraphs
@@ -95,6 +96,12 @@ class TorchAttention:
             return TorchPass.of(self.cache, rows)
         this = PassInput.of(self.tables, self.kernels, rows, self.cache.padding_slot)
         return this.start(self.cache, self.kernels)
+
+    def device_passes(self) -> DevicePasses | None:
+        """For graphs of several passes; None without."""
+        if self.kernels is None or not self.graphs:
+            return None
+        return DevicePasses(self.cache, partial(PagedPass, self.cache, self.kernels), CudaCapture(self.cache.device))
 
     def capture(self, forward: Callable[[PagedPass], Outputs]) -> PassGraphs | None:
         """CUDA graphs of `forward`, see `PassGraphs`; None without."""

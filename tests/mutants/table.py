@@ -40,6 +40,8 @@ ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 PROBE = ("unit/model/test_row_probe.py",)
 GPU_PASSES = ("unit/model/test_gpu_passes.py",)
 TRITON = ("unit/model/test_triton_kernels.py",)
+CHAINS = ("unit/drafting/test_chains.py",)
+DRAW_KERNELS = ("unit/drafting/test_draw_kernels.py",)
 LOADING_PEAK = ("unit/model/test_loading_peak.py",)
 RANKS = ("unit/model/test_tensor_parallel_group.py",)
 PACKED_PRODUCTS = ("unit/model/test_packed_products.py",)
@@ -1600,5 +1602,47 @@ MUTANTS = (
         "self.on_cancel()",
         "pass",
         ("contract/test_background.py",),
+    ),
+    Mutant(
+        "a graph of a draft is replayed with old positions",
+        "paceline/drafting/chains.py",
+        "graph.inputs.upload()",
+        "self._graphs.get(graph.shape) or graph.inputs.upload()",
+        CHAINS,
+    ),
+    Mutant(
+        "a draft's node sees the slots of another node's path",
+        "paceline/drafting/device_draws.py",
+        "branches = branches.index_select(0, parents)",
+        "branches = branches.clone()",
+        CHAINS,
+    ),
+    Mutant(
+        "a draft's node has the feature of another node's parent",
+        "paceline/drafting/device_draws.py",
+        "features.index_select(0, parents)",
+        "features.clone()",
+        CHAINS,
+    ),
+    Mutant(
+        "all levels of a draft predict the draw after the root",
+        "paceline/drafting/chain_graph.py",
+        'inputs["keys"][level]',
+        'inputs["keys"][0]',
+        CHAINS,
+    ),
+    Mutant(
+        "a request's row of the tables keeps the slots of the one before it",
+        "paceline/drafting/chains.py",
+        "if self._holders[row] is not request:",
+        "if self._holders[row] is None:",
+        CHAINS,
+    ),
+    Mutant(
+        "a kernel takes the slots of another node's path",
+        "paceline/drafting/draw_kernels.py",
+        "branches + parent[:, None] * depth",
+        "branches + row[:, None] * depth",
+        DRAW_KERNELS,
     ),
 )

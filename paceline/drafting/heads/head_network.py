@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafting.best_first import BestFirst, RowOutput
+from paceline.drafting.chains import fastest_way
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.network_speculator import NetworkRequest, NetworkSpeculator
@@ -91,7 +92,7 @@ def build_head_speculator(inputs: MethodInputs, network: HeadNetwork) -> Specula
     weights = weight_bytes(inputs.checkpoint.folder), engine.quantization
     facts = (config.method, target.dtype, target.hidden_size, target.vocabulary_size, *weights)
     cost = kept_row_cost(_HeadProbe(network, target), MAX_ROWS, engine.threads, facts, target.device)
-    return NetworkSpeculator(BestFirst(network, inputs.limits, cost))
+    return NetworkSpeculator(fastest_way(BestFirst(network, inputs.limits, cost)))
 
 
 class _HeadProbe:

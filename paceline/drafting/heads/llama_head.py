@@ -13,9 +13,11 @@ from paceline.drafting.best_first import RowOutput
 from paceline.drafting.heads.head_config import head_rotary
 from paceline.drafting.heads.head_network import HeadNetwork
 from paceline.drafting.heads.head_weights import HeadWeights, OutputProjection
-from paceline.model.attention import Heads, KVCache
+from paceline.model.attention import Heads, KVCache, Pass
 from paceline.model.block_quantization import BROADEST, quantized
+from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.layer_weights import MATRICES, DecoderLayerWeights, LayerWeights, RotaryTables, StateFusion, Weight
+from paceline.model.layers import TorchNetwork
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.network_factory import Network, log_once, make_network
@@ -86,6 +88,20 @@ class LlamaHead(HeadNetwork):
         if self._target_output is not None:
             logits = self._target_output(outputs[:, 1])
         return RowOutput(logits, outputs[:, 0])
+
+    @property
+    def device_passes(self) -> DevicePasses | None:
+        """See `ChainNetwork`."""
+        return self._network.device_passes if isinstance(self._network, TorchNetwork) else None
+
+    def forward(self, this: Pass, features: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert isinstance(self._network, TorchNetwork)
+        outputs = self._network.forward(this, features)
+        return outputs[-1], outputs[self._taps[0]]
+
+    def logits(self, final: Tensor) -> Tensor:
+        output = self._target_output or self._network.output
+        return output(final)
 
 
 def _packed_network(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.drafting.best_first import BestFirst, ModelNetwork
+from paceline.drafting.chains import fastest_way
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.network_speculator import NetworkSpeculator
@@ -19,14 +20,14 @@ def build(inputs: MethodInputs) -> Speculator:
     """
     model = inputs.load_model()
     cost = model_row_cost(model, MAX_ROWS, inputs.engine.threads)
-    own = NetworkSpeculator(BestFirst(ModelNetwork(model), inputs.limits, cost))
+    best_first = BestFirst(ModelNetwork(model), inputs.limits, cost)
     if inputs.config.vocabulary_mapping == "none":
-        return own
+        return NetworkSpeculator(fastest_way(best_first))
     if inputs.target_model is None:
         raise ValueError("a vocabulary_mapping needs the name of the target, to read its tokenizer")
     mapping = VocabularyMapping.between(Vocabulary.load(inputs.target_model), Vocabulary.load(inputs.model))
     if mapping.identical:
-        return own
+        return NetworkSpeculator(fastest_way(best_first))
     if inputs.config.vocabulary_mapping == "intersection":
         return NetworkSpeculator(BestFirst(ModelNetwork(model, mapping=mapping), inputs.limits, cost))
-    return RetokenizingSpeculator(own, mapping)
+    return RetokenizingSpeculator(NetworkSpeculator(best_first), mapping)

@@ -95,6 +95,10 @@ class Eagle3Network(LlamaHead):
         output = super().run(rows, features, wanted)
         return output if self._scale == 1.0 else RowOutput(output.logits * self._scale, output.features)
 
+    def logits(self, final: Tensor) -> Tensor:
+        logits = super().logits(final)
+        return logits if self._scale == 1.0 else logits * self._scale
+
 
 class _StateEncoder:
     """Hidden states [n, layers, H] as one vector [n, h]: `fc`, after one norm of all states or one norm of each."""
