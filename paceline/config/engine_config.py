@@ -21,7 +21,7 @@ class EngineConfig(Settings):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as the checkpoint says")
     quantization: Quantization | None = Field(
-        None, description="pack a model's matrices at load into this block type of GGUF, for a CPU; None: as stored"
+        None, description="pack a model's matrices at load into this block type of GGUF; None: as stored"
     )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto", description="of keys and values; auto: the model's dtype; int8: for native code, with float32 scales"

@@ -44,19 +44,19 @@ from tests.helpers.quantized_checkpoints import quantise
 CPU = torch.device("cpu")
 OUTPUTS = 70
 """Two tiles, the second not full."""
-TOKENS = [(37 * i + 11) % 300 for i in range(12)]
+TOKENS = [(37 * i + 11) % 300 for i in range(6)]
 
 
-def weights() -> Iterator[tuple[str, QuantizedWeight, Tensor]]:
+def weights(outputs: int = OUTPUTS) -> Iterator[tuple[str, QuantizedWeight, Tensor]]:
     """Of each format, with what it means. Rows are no whole units."""
     for name, block in PACKED_TYPES.items():
-        weight = random_weight(block, OUTPUTS, 768 if block.size > 32 else 544)
+        weight = random_weight(block, outputs, 768 if block.size > 32 else 544)
         yield name, weight, torch.from_numpy(np.array(numbers_of(weight)))
     for name, kind in INTEGER_TYPES.items():
-        integers = random_integers(kind, OUTPUTS)
+        integers = random_integers(kind, outputs)
         yield name, integers.packed(), torch.from_numpy(meant_integers(integers))
     for name in E4M3_WIDTHS:
-        weight, meant = random_float8(name, OUTPUTS)
+        weight, meant = random_float8(name, outputs)
         yield name, weight, torch.from_numpy(meant)
 
 
@@ -65,7 +65,7 @@ def error(found: Tensor, meant: Tensor) -> float:
 
 
 def numbers_case(name: str, weight: QuantizedWeight, meant: Tensor) -> dict[str, Any]:
-    matrix, rows = PackedMatrix.of(weight, CPU, torch.float32), torch.tensor([0, 69, 3])
+    matrix, rows = PackedMatrix.of(weight, CPU, torch.float32), torch.tensor([0, 39, 3])
     x = torch.randn(3, weight.shape[1])
     product = PackedProduct([matrix], None)(x)
     return {
@@ -140,7 +140,7 @@ def main() -> None:
     torch.manual_seed(1)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         found: Any = {
-            "numbers": lambda: [numbers_case(*each) for each in weights()],
+            "numbers": lambda: [numbers_case(*each) for each in weights(40)],
             "rows": lambda: [rows_case("INT4_ZEROS", torch.float16), rows_case("Q6_K", torch.float32)],
             "mixed": mixed_case,
             "models": lambda: list(model_cases(Path(folder))),
