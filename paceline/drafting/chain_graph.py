@@ -123,7 +123,7 @@ class ChainGraph:
         states: Tensor | None,
     ) -> None:
         """`tables`: see `RowPaths`. Padding rows have the last one. `width`: W. `children`: K."""
-        self._network, self._start, self._tables = network, passes.start, tables
+        self._network, self._passes, self._tables = network, passes, tables
         self._draws = _draws(passes.cache.device)
         self.shape, self.width, self._children, self.states = shape, width, children, states
         rows, requests, depth = shape
@@ -166,6 +166,7 @@ class ChainGraph:
         features = None if self.states is None else network.encode(self.states)
         final, features = self._extend(inputs, features)
         path_log_probs, branches = self._root_log_probs, self._no_branches
+        plan = self._plan(inputs) if self.shape.depth > 1 else None
         for level in range(self.shape.depth):
             below = tokens[level].flatten(0, 1), log_probs[level].flatten(0, 1)
             self._draws.predict(network.logits(final), inputs["keys"][level], inputs["params"], network.ids, *below)
@@ -180,7 +181,9 @@ class ChainGraph:
                     features,
                     chosen[level],
                 )
-                final, features = network.forward(self._level(inputs, level, next_tokens, branches), features)
+                final, features = network.forward(
+                    self._level(inputs, level, next_tokens, branches, plan), features
+                )
         return [tokens, log_probs, chosen]
 
     def _extend(self, inputs: Mapping[str, Tensor], features: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -196,19 +199,31 @@ class ChainGraph:
             self._first_branch,  # no row sees a branch
             inputs["groups"],
         )
-        final, features = self._network.forward(self._start(inputs["tokens"], positions, slots, paths), features)
+        this = self._passes.start(inputs["tokens"], positions, slots, paths, None)
+        final, features = self._network.forward(this, features)
         roots = inputs["roots"]
         return final.index_select(0, roots), None if features is None else features.index_select(0, roots)
 
-    def _level(self, inputs: Mapping[str, Tensor], level: int, tokens: Tensor, branches: Tensor) -> Pass:
+    def _plan(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Of all levels: the last one's paths are the longest, but of requests that end before it."""
+        return self._passes.plan(self._level_paths(inputs, inputs["level_seen"].amax(0), self._no_branches))
+
+    def _level(
+        self, inputs: Mapping[str, Tensor], level: int, tokens: Tensor, branches: Tensor, plan: Tensor | None
+    ) -> Pass:
         """The pass over the nodes that `level` has chosen."""
-        paths = RowPaths(
+        paths = self._level_paths(inputs, inputs["level_seen"][level], branches)
+        return self._passes.start(
+            tokens, inputs["level_positions"][level], inputs["level_slots"][level], paths, plan
+        )
+
+    def _level_paths(self, inputs: Mapping[str, Tensor], seen: Tensor, branches: Tensor) -> RowPaths:
+        return RowPaths(
             self._tables,
             inputs["level_table"],
             inputs["level_committed"],
-            inputs["level_seen"][level],
+            seen,
             self._branch,
             branches.flatten(),
             self._level_groups,
         )
-        return self._start(tokens, inputs["level_positions"][level], inputs["level_slots"][level], paths)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.model.attention import AttentionOptions, Heads, Pass
-from paceline.model.gpu.paged_pass import PagedPass
+from paceline.model.gpu.paged_pass import Kernels, PagedPass
 from paceline.model.gpu.pass_graphs import PassGraphs
 from paceline.model.layer_weights import (
     AllReduce,
@@ -187,10 +187,12 @@ class TorchNetwork:
     def forward(self, this: Pass, states: Tensor | None = None) -> list[Tensor]:
         """The first layer's input, the output of each layer, and that of the final norm: [R, hidden]."""
         assert self._embedding is not None
-        x, joined = look_up(this.tokens, self._embedding), None
-        if self._fuse is not None:
+        joined = None
+        if self._fuse is None:
+            x = look_up(this.tokens, self._embedding)
+        else:
             assert states is not None
-            x, joined = self._fuse(x, pad_rows(states))
+            x, joined = self._fuse(this.tokens, self._embedding, pad_rows(states), self._between)
         # A kernel reads rotary tables by itself.
         cos_sin = None if isinstance(this, PagedPass) else self._rotary(this.positions)
         outputs, added = [], None
@@ -231,6 +233,18 @@ class _TorchOperators:
         total = x if added is None else x + added
         return total, total if weight is None else F.rms_norm(total, weight.shape, weight, eps)
 
+    def join(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        states: Tensor,
+        token_norm: Tensor | None,
+        state_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        token_normed, state_normed = _norm(token_norm, eps), _norm(state_norm, eps)
+        return torch.cat((token_normed(F.embedding(tokens, embedding)), state_normed(states)), -1)
+
     def silu_times(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
@@ -243,20 +257,23 @@ class _StateFusionModule:
     """See `StateFusion`."""
 
     def __init__(self, fusion: StateFusion, eps: float) -> None:
-        self._token_norm, self._state_norm = _norm(fusion.token_norm, eps), _norm(fusion.state_norm, eps)
+        self._norms, self._eps = (fusion.token_norm, fusion.state_norm), eps
         biases = () if fusion.projection_bias is None else (fusion.projection_bias,)
         assert not isinstance(fusion.projection, QuantizedWeight)
         self._projection = None if fusion.projection is None else Linear(fusion.projection, biases=biases)
         self._norms_residual = fusion.norms_residual
 
-    def __call__(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Both [R, hidden] → the first layer's input, and the input of its attention if that is not the normed layer
-        input."""
-        normed = self._state_norm(states)
-        joined = torch.cat((self._token_norm(embedded), normed), -1)
+    def __call__(
+        self, tokens: Tensor, embedding: Matrix, states: Tensor, between: Kernels | _TorchOperators
+    ) -> tuple[Tensor, Tensor | None]:
+        """tokens [R], states [R, hidden] → the first layer's input, and the input of its attention if that is not the
+        normed layer input."""
+        if not isinstance(embedding, Tensor):
+            tokens, embedding = torch.arange(len(tokens), device=tokens.device), embedding.lookup(tokens)
+        joined = between.join(tokens, embedding, states, *self._norms, self._eps)
         if self._projection is not None:
             return self._projection(joined), None
-        return normed if self._norms_residual else states, joined
+        return joined[:, embedding.shape[1] :].contiguous() if self._norms_residual else states, joined
 
 
 class _Layer:

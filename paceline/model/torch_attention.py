@@ -101,7 +101,8 @@ class TorchAttention:
         """For graphs of several passes; None without."""
         if self.kernels is None or not self.graphs:
             return None
-        return DevicePasses(self.cache, partial(PagedPass, self.cache, self.kernels), CudaCapture(self.cache.device))
+        start = partial(PagedPass, self.cache, self.kernels)
+        return DevicePasses(self.cache, start, self.kernels.plan, CudaCapture(self.cache.device))
 
     def capture(self, forward: Callable[[PagedPass], Outputs]) -> PassGraphs | None:
         """CUDA graphs of `forward`, see `PassGraphs`; None without."""

@@ -65,6 +65,6 @@ def use_device_passes(patch: pytest.MonkeyPatch, *, recorded: bool = False) -> N
     kind, how = (PagedPass, capture) if recorded else (CheckedPass, run_again)
 
     def device_passes(attention: TorchAttention) -> DevicePasses:
-        return DevicePasses(attention.cache, partial(kind, attention.cache, gpu_kernels), how)
+        return DevicePasses(attention.cache, partial(kind, attention.cache, gpu_kernels), gpu_kernels.plan, how)
 
     patch.setattr(TorchAttention, "device_passes", device_passes)

@@ -68,6 +68,19 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float)
     return total, total if weight is None else F.rms_norm(total, weight.shape, weight, eps)
 
 
+def join(
+    tokens: Tensor,
+    embedding: Tensor,
+    states: Tensor,
+    token_norm: Tensor | None,
+    state_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    parts = F.embedding(tokens, embedding), states
+    normed = [add_norm(*each, eps)[1] for each in zip(parts, (None, None), (token_norm, state_norm), strict=True)]
+    return torch.cat(normed, -1)
+
+
 def rotate_and_store(
     projected: Tensor,
     positions: Tensor,

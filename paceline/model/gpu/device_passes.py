@@ -11,9 +11,9 @@ from paceline.model.attention import KVCache, Pass
 from paceline.model.gpu.pass_graphs import Capture
 from paceline.model.gpu.paths import RowPaths
 
-StartPass = Callable[[Tensor, Tensor, Tensor, RowPaths], Pass]
-"""A pass over rows, from tokens, positions and slots, int64 [R] each, and how the rows find their keys. Until it
-attends, earlier kernels may write what it is given."""
+StartPass = Callable[[Tensor, Tensor, Tensor, RowPaths, Tensor | None], Pass]
+"""A pass over rows, from tokens, positions and slots, int64 [R] each, how the rows find their keys, and a plan for them
+if there is one. Until it attends, earlier kernels may write what it is given."""
 
 
 class DevicePasses(NamedTuple):
@@ -21,4 +21,6 @@ class DevicePasses(NamedTuple):
 
     cache: KVCache
     start: StartPass
+    plan: Callable[[RowPaths], Tensor]
+    """Of a pass: one for longer paths in the same groups serves as well."""
     capture: Capture

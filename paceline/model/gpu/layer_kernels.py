@@ -38,6 +38,25 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float)
     return total, normed
 
 
+def join(
+    tokens: Tensor,
+    embedding: Tensor,
+    states: Tensor,
+    token_norm: Tensor | None,
+    state_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """The embedding of each token and a state beside it, each with its RMSNorm: tokens [R], embedding [V, width],
+    states [R, width] → [R, 2 * width]. A norm without a weight changes nothing."""
+    rows, width = states.shape
+    out = torch.empty(rows, 2 * width, dtype=states.dtype, device=states.device)
+    block = triton.next_power_of_2(width)
+    launch(_join, (rows, 2), tokens, embedding, states, token_norm, state_norm, out, eps, WIDTH=width, BLOCK=block,
+           TOKEN_NORM=token_norm is not None, STATE_NORM=state_norm is not None,
+           num_warps=max(1, min(16, block // 256)))  # fmt: skip
+    return out
+
+
 def rotate_and_store(
     projected: Tensor,
     positions: Tensor,
@@ -96,10 +115,33 @@ def _add_norm(
         summed = (summed.to(tl.float32) + tl.load(added + at, here, 0.0).to(tl.float32)).to(summed.dtype)
         tl.store(total + at, summed, here)
     if NORMS:
-        wide = summed.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-        scaled = wide * scale * tl.load(weight + n, here, 0.0).to(tl.float32)
-        tl.store(normed + at, scaled.to(summed.dtype), here)
+        tl.store(normed + at, _normed(summed, tl.load(weight + n, here, 0.0), eps, WIDTH), here)
+
+
+@triton.jit
+def _join(
+    tokens, embedding, states, token_norm, state_norm, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TOKEN_NORM: tl.constexpr, STATE_NORM: tl.constexpr,
+):  # fmt: skip
+    row, part, n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    here, at = n < WIDTH, (2 * row + part) * WIDTH + n
+    if part == 0:
+        raw = tl.load(embedding + tl.load(tokens + row).to(tl.int64) * WIDTH + n, here, 0.0)
+        if TOKEN_NORM:
+            raw = _normed(raw, tl.load(token_norm + n, here, 0.0), eps, WIDTH)
+        tl.store(out + at, raw, here)
+    else:
+        raw = tl.load(states + row * WIDTH + n, here, 0.0)
+        if STATE_NORM:
+            raw = _normed(raw, tl.load(state_norm + n, here, 0.0), eps, WIDTH)
+        tl.store(out + at, raw, here)
+
+
+@triton.jit
+def _normed(x, weight, eps, WIDTH: tl.constexpr):
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    return (wide * scale * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit

@@ -41,6 +41,16 @@ class Kernels(Protocol):
 
     def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]: ...
 
+    def join(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        states: Tensor,
+        token_norm: Tensor | None,
+        state_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor: ...
+
     def rotate_and_store(
         self,
         projected: Tensor,
@@ -66,7 +76,8 @@ class PagedPass:
     positions: Tensor
     slots: Tensor
     paths: RowPaths
-    _plan: Tensor | None = None
+    plan: Tensor | None = None
+    """Of these paths, or of longer ones in the same groups; None: made when a layer attends first."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
         self.cache.store(layer, self.slots.long(), key, value)
@@ -74,13 +85,13 @@ class PagedPass:
 
     def attend_to_stored(self, query: Tensor, layer: int, options: AttentionOptions) -> Tensor:
         """As `attend`, where the pass' keys and values are in the cache."""
-        if self._plan is None:
-            self._plan = self.kernels.plan(self.paths)
+        if self.plan is None:
+            self.plan = self.kernels.plan(self.paths)
         return self.kernels.attend(
             query,
             self.cache.data[layer],
             self.paths,
-            self._plan,
+            self.plan,
             scale=options.scale,
             softcap=options.softcap,
             window=options.window,

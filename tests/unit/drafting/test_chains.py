@@ -299,11 +299,33 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class Attended(GatheredPass):
-    """Two kernels of a GPU store and attend; here one operator does."""
+class FusedKernels:
+    """One operator for each kernel of a GPU."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
-        return query.flatten(1).clone()
+    @staticmethod
+    def plan(paths: RowPaths) -> Tensor:
+        return paths.groups.clone()
+
+    @staticmethod
+    def attend(query: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Two kernels."""
+        return query.clone().clone().flatten(1)
+
+    @staticmethod
+    def add_norm(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        return (x, x) if added is weight is None else (x, x.clone())
+
+    @staticmethod
+    def join(tokens: Tensor, embedding: Tensor, states: Tensor, *_: Any) -> Tensor:
+        return states.repeat(1, 2)
+
+    @staticmethod
+    def rotate_and_store(projected: Tensor, *given: Any) -> Tensor:
+        return projected[:, : -given[4].shape[1]].clone()
+
+    @staticmethod
+    def silu_times(x: Tensor) -> Tensor:
+        return x[:, : x.shape[1] // 2].clone()
 
 
 class FusedDraws:
@@ -318,13 +340,14 @@ class FusedDraws:
         return paths, tokens[:, :, 0].flatten().clone(), others[1], others[4]
 
 
-def chain_graph(network: Any, depth: int, device: str, kind: type[GatheredPass]) -> ChainGraph:
+def chain_graph(network: Any, depth: int, device: str, kernels: Any = gpu_kernels) -> ChainGraph:
     """For one request, with a frontier of eight nodes."""
     cache = KVCache(1, 256, network.device_passes.cache.heads, torch.float32, torch.device(device))
     layers = len(network.description.hidden_state_layers)
     states = torch.zeros(8, layers, network.state_size, device=device)
     tables = torch.zeros(65, 256, dtype=torch.int32, device=device)
-    passes = DevicePasses(cache, partial(kind, cache), network.device_passes.capture)
+    start = partial(PagedPass, cache, kernels)
+    passes = DevicePasses(cache, start, kernels.plan, network.device_passes.capture)
     return ChainGraph(network, passes, tables, ChainShape(8, 1, depth), 8, 2, states)
 
 
@@ -341,7 +364,7 @@ def eagle_on(device: str, folder: Path) -> EagleNetwork:
 def test_a_run_waits_for_no_number(tmp_path: Path) -> None:
     """On `meta` tensors, which have none: `.item()`, `tolist` and masks as indices raise, as do two devices in one."""
     with torch.inference_mode():
-        outputs = chain_graph(eagle_on("meta", tmp_path), 4, "meta", GatheredPass).run()
+        outputs = chain_graph(eagle_on("meta", tmp_path), 4, "meta").run()
     assert [tuple(each.shape) for each in outputs] == [(4, 1, 8, 2), (4, 1, 8, 2), (4, 1, 8)]
     with pytest.raises(RuntimeError):
         int(outputs[0][0, 0, 0, 0])

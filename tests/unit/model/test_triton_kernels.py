@@ -31,7 +31,7 @@ def cases() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_kernels_compute_what_torchs_operators_do() -> None:
-    assert [len(kind) for kind in cases().values()] == [4, 4]
+    assert [len(kind) for kind in cases().values()] == [4, 5]
     for case in [*cases()["attention"], *cases()["layers"]]:
         assert case["error"] < 1e-5, case
 
@@ -51,7 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Launch]]:
     from paceline.model.gpu import attention_kernels, layer_kernels, triton_kernels
 
     found: list[Launch] = []
-    names = ("_plan", "_attend", "_merge", "_write_tables", "_add_norm", "_rotate_and_store", "_silu_times")
+    names = ("_plan", "_attend", "_merge", "_write_tables", "_add_norm", "_join", "_rotate_and_store", "_silu_times")
     for name in names:
         module = attention_kernels if hasattr(attention_kernels, name) else layer_kernels
         monkeypatch.setattr(module, name, RecordedKernel(getattr(module, name), found))
@@ -62,6 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Launch]]:
         triton_kernels.write_tables(these.tables.data, these.writes)
         x = torch.zeros(rows, HIDDEN, **half)
         triton_kernels.add_norm(x, x, torch.zeros(HIDDEN, **half), 1e-5)
+        triton_kernels.join(these.tokens, x, x, torch.zeros(HIDDEN, **half), torch.zeros(HIDDEN, **half), 1e-5)
         projected, table = torch.zeros(rows, QUERIES + 2 * KV_HEADS, SIZE, **half), torch.zeros(100, SIZE, **half)
         query = triton_kernels.rotate_and_store(projected, these.positions, these.slots, table, table, data, None, 1e-5)
         triton_kernels.attend(query, data, these.paths, triton_kernels.plan(these.paths), scale=0.1)
@@ -81,7 +82,7 @@ def test_an_h100_runs_them_without_spills(launches: dict[str, list[Launch]], tmp
 
 def test_a_layer_is_ten_kernels(launches: dict[str, list[Launch]]) -> None:
     """Two norms and four products besides."""
-    for_each_pass = ("_plan", "_write_tables")
+    for_each_pass = ("_plan", "_write_tables", "_join")
     assert {name: len(found) for name, found in launches.items()} == dict.fromkeys(launches, 2)
     ours = [name for name in launches if name not in for_each_pass]
     assert len(ours) + 1 + 4 == 10, "the second norm is a second launch"

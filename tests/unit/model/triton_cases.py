@@ -43,7 +43,7 @@ def main() -> None:
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": summed_in_order})
     cases: list[tuple[int, int, dict[str, Any]]] = [(16, 3, {}), (48, 12, {"sinks": True}), (16, 1, {"window": 100})]
     attended = [attention(*case) for case in [*cases, (16, 2, {"softcap": 0.7})]]
-    print(json.dumps({"attention": attended, "layers": [add_norm(), rotate_and_store(), silu_times(), write_tables()]}))
+    print(json.dumps({"attention": attended, "layers": [add_norm(), join(), rotate_and_store(), silu_times(), write_tables()]}))
 
 
 def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +97,14 @@ def add_norm() -> dict[str, Any]:
             ours, theirs = triton_kernels.add_norm(*given, 1e-5), gpu_kernels.add_norm(*given, 1e-5)
             errors += [error(*pair) for pair in zip(ours, theirs, strict=True)]
     return {"case": "add_norm", "error": max(errors)}
+
+
+def join() -> dict[str, Any]:
+    errors = []
+    for norms in ((torch.rand(640), torch.rand(640)), (None, torch.rand(640)), (torch.rand(640), None)):
+        given = torch.tensor([3, 0, 3]), torch.randn(5, 640), torch.randn(3, 640), *norms, 1e-5
+        errors.append(error(triton_kernels.join(*given), gpu_kernels.join(*given)))
+    return {"case": "join", "error": max(errors)}
 
 
 def rotate_and_store() -> dict[str, Any]:
