@@ -181,9 +181,7 @@ class ChainGraph:
                     features,
                     chosen[level],
                 )
-                final, features = network.forward(
-                    self._level(inputs, level, next_tokens, branches, plan), features
-                )
+                final, features = network.forward(self._level(inputs, level, next_tokens, branches, plan), features)
         return [tokens, log_probs, chosen]
 
     def _extend(self, inputs: Mapping[str, Tensor], features: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -213,9 +211,7 @@ class ChainGraph:
     ) -> Pass:
         """The pass over the nodes that `level` has chosen."""
         paths = self._level_paths(inputs, inputs["level_seen"][level], branches)
-        return self._passes.start(
-            tokens, inputs["level_positions"][level], inputs["level_slots"][level], paths, plan
-        )
+        return self._passes.start(tokens, inputs["level_positions"][level], inputs["level_slots"][level], paths, plan)
 
     def _level_paths(self, inputs: Mapping[str, Tensor], seen: Tensor, branches: Tensor) -> RowPaths:
         return RowPaths(

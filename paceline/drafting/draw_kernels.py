@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.core.sampling import TOP_P_UNITS
 from paceline.drafting.draw_prediction import SHORTLIST_SIZE
+from paceline.model.gpu.launch import launch
 
 COLUMNS = 1024
 """Of a row of logits that one program reads."""
@@ -32,8 +33,19 @@ def predict(
     rows, columns = logits_RV.shape
     blocks = triton.cdiv(columns, COLUMNS)
     best = torch.empty(rows, blocks, SHORTLIST_SIZE, dtype=torch.int64, device=logits_RV.device)
-    _likeliest[rows, blocks](logits_RV, best, columns, logits_RV.stride(0), COLUMNS=COLUMNS, SHORTLIST=SHORTLIST_SIZE)
-    _draw[(rows,)](
+    launch(
+        _likeliest,
+        (rows, blocks),
+        logits_RV,
+        best,
+        columns,
+        logits_RV.stride(0),
+        COLUMNS=COLUMNS,
+        SHORTLIST=SHORTLIST_SIZE,
+    )
+    launch(
+        _draw,
+        (rows,),
         best,
         keys_R2,
         params_5R,
@@ -68,7 +80,9 @@ def choose(
     next_tokens = torch.empty(requests * width, dtype=torch.int64, device=tokens.device)
     next_features = None if features is None else torch.empty_like(features)
     size = 0 if features is None else features.shape[-1]
-    _choose[requests, max(1, triton.cdiv(size, FEATURES))](
+    launch(
+        _choose,
+        (requests, max(1, triton.cdiv(size, FEATURES))),
         path_log_probs,
         tokens,
         log_probs,

@@ -241,9 +241,12 @@ class _TorchOperators:
         token_norm: Tensor | None,
         state_norm: Tensor | None,
         eps: float,
-    ) -> Tensor:
-        token_normed, state_normed = _norm(token_norm, eps), _norm(state_norm, eps)
-        return torch.cat((token_normed(F.embedding(tokens, embedding)), state_normed(states)), -1)
+        *,
+        norms_residual: bool,
+    ) -> tuple[Tensor, Tensor]:
+        normed = _norm(state_norm, eps)(states)
+        joined = torch.cat((_norm(token_norm, eps)(F.embedding(tokens, embedding)), normed), -1)
+        return normed if norms_residual else states, joined
 
     def silu_times(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
@@ -270,10 +273,9 @@ class _StateFusionModule:
         normed layer input."""
         if not isinstance(embedding, Tensor):
             tokens, embedding = torch.arange(len(tokens), device=tokens.device), embedding.lookup(tokens)
-        joined = between.join(tokens, embedding, states, *self._norms, self._eps)
-        if self._projection is not None:
-            return self._projection(joined), None
-        return joined[:, embedding.shape[1] :].contiguous() if self._norms_residual else states, joined
+        given = tokens, embedding, states, *self._norms, self._eps
+        residual, joined = between.join(*given, norms_residual=self._norms_residual)
+        return (residual, joined) if self._projection is None else (self._projection(joined), None)
 
 
 class _Layer:

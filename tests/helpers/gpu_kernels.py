@@ -75,10 +75,12 @@ def join(
     token_norm: Tensor | None,
     state_norm: Tensor | None,
     eps: float,
-) -> Tensor:
+    *,
+    norms_residual: bool,
+) -> tuple[Tensor, Tensor]:
     parts = F.embedding(tokens, embedding), states
     normed = [add_norm(*each, eps)[1] for each in zip(parts, (None, None), (token_norm, state_norm), strict=True)]
-    return torch.cat(normed, -1)
+    return normed[1] if norms_residual else states, torch.cat(normed, -1)
 
 
 def rotate_and_store(

@@ -45,16 +45,20 @@ def join(
     token_norm: Tensor | None,
     state_norm: Tensor | None,
     eps: float,
-) -> Tensor:
+    *,
+    norms_residual: bool,
+) -> tuple[Tensor, Tensor]:
     """The embedding of each token and a state beside it, each with its RMSNorm: tokens [R], embedding [V, width],
-    states [R, width] → [R, 2 * width]. A norm without a weight changes nothing."""
+    states [R, width] → [R, 2 * width]. A norm without a weight changes nothing. Before it in the tuple are the states,
+    normed if `norms_residual`."""
     rows, width = states.shape
+    residual = torch.empty_like(states) if norms_residual else states
     out = torch.empty(rows, 2 * width, dtype=states.dtype, device=states.device)
     block = triton.next_power_of_2(width)
-    launch(_join, (rows, 2), tokens, embedding, states, token_norm, state_norm, out, eps, WIDTH=width, BLOCK=block,
-           TOKEN_NORM=token_norm is not None, STATE_NORM=state_norm is not None,
+    launch(_join, (rows, 2), tokens, embedding, states, token_norm, state_norm, residual, out, eps, WIDTH=width,
+           BLOCK=block, NORMS_RESIDUAL=norms_residual,           TOKEN_NORM=token_norm is not None, STATE_NORM=state_norm is not None,
            num_warps=max(1, min(16, block // 256)))  # fmt: skip
-    return out
+    return residual, out
 
 
 def rotate_and_store(
@@ -120,8 +124,8 @@ def _add_norm(
 
 @triton.jit
 def _join(
-    tokens, embedding, states, token_norm, state_norm, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    TOKEN_NORM: tl.constexpr, STATE_NORM: tl.constexpr,
+    tokens, embedding, states, token_norm, state_norm, residual, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    NORMS_RESIDUAL: tl.constexpr, TOKEN_NORM: tl.constexpr, STATE_NORM: tl.constexpr,
 ):  # fmt: skip
     row, part, n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     here, at = n < WIDTH, (2 * row + part) * WIDTH + n
@@ -135,6 +139,8 @@ def _join(
         if STATE_NORM:
             raw = _normed(raw, tl.load(state_norm + n, here, 0.0), eps, WIDTH)
         tl.store(out + at, raw, here)
+        if NORMS_RESIDUAL:
+            tl.store(residual + row * WIDTH + n, raw, here)
 
 
 @triton.jit

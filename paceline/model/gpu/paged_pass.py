@@ -49,7 +49,9 @@ class Kernels(Protocol):
         token_norm: Tensor | None,
         state_norm: Tensor | None,
         eps: float,
-    ) -> Tensor: ...
+        *,
+        norms_residual: bool,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def rotate_and_store(
         self,

@@ -23,18 +23,22 @@ from paceline.drafting.best_first import BestFirst, ModelNetwork
 from paceline.drafting.chain_graph import ChainGraph, ChainShape
 from paceline.drafting.chains import DEPTHS, REQUESTS, WIDTH, Chains, DepthChoice, _TableRows, fastest_way
 from paceline.drafting.methods.eagle import EagleNetwork
+from paceline.drafting.methods.eagle3 import Eagle3Network
 from paceline.drafting.network_speculator import NetworkSpeculator
 from paceline.drafting.speculator import DraftingLimits, Speculator
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.messages import GenerationRequest
-from paceline.model.attention import AttentionOptions, KVCache
+from paceline.model.attention import KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.gpu.device_passes import DevicePasses
+from paceline.model.gpu.paged_pass import PagedPass
+from paceline.model.gpu.paths import RowPaths
 from paceline.model.loading import build as build_model
 from paceline.model.rows import SlotTable
+from tests.helpers import gpu_kernels
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.device_passes import GatheredPass, use_device_passes, use_torch
+from tests.helpers.device_passes import use_device_passes, use_torch
 from tests.helpers.engine_runs import EngineRun
 from tests.helpers.head_methods import NETWORK, build_head, save_method, target_weights
 from tests.helpers.llamas import LAWS as LLAMA_LAWS
@@ -316,8 +320,8 @@ class FusedKernels:
         return (x, x) if added is weight is None else (x, x.clone())
 
     @staticmethod
-    def join(tokens: Tensor, embedding: Tensor, states: Tensor, *_: Any) -> Tensor:
-        return states.repeat(1, 2)
+    def join(tokens: Tensor, embedding: Tensor, states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return states, torch.cat((states, states), 1)
 
     @staticmethod
     def rotate_and_store(projected: Tensor, *given: Any) -> Tensor:
@@ -370,19 +374,20 @@ def test_a_run_waits_for_no_number(tmp_path: Path) -> None:
         int(outputs[0][0, 0, 0, 0])
 
 
-def test_a_level_starts_few_kernels(tmp_path: Path) -> None:
-    """Three of them predict and choose (`draw_kernels`): here one operator does. One stands for what stores and
-    attends. All others are the network's, by torch's operators: two for rotary rows, three for its input, and thirteen
-    of the layer and the output matrix.
-    """
+def test_a_level_of_eagle3_is_fifteen_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three predict and choose (`draw_kernels`): here one operator does. One makes the input, nine are the layer's, one
+    adds and norms its output, and one is the output matrix."""
+    use_device_passes(monkeypatch)
+    network = Eagle3Network(Checkpoint(save_method(tmp_path, "eagle3")), target_weights(), 256)
+    monkeypatch.setattr(network._network, "_between", FusedKernels)
     counts = []
     for depth in (3, 4):
-        graph = chain_graph(eagle_on("meta", tmp_path), depth, "meta", Attended)
+        graph = chain_graph(network, depth, "cpu", FusedKernels)
         graph._draws = FusedDraws  # type: ignore[assignment]
         with torch.inference_mode(), Counting() as counting:
             graph.run()
         counts.append(counting.kernels)
-    assert counts[1] - counts[0] == 1 + 1 + 2 + 3 + 13
+    assert counts[1] - counts[0] + 2 == 3 + 1 + 9 + 1 + 1
 
 
 def test_rows_of_the_tables_go_to_the_requests_that_draft() -> None:

@@ -62,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Launch]]:
         triton_kernels.write_tables(these.tables.data, these.writes)
         x = torch.zeros(rows, HIDDEN, **half)
         triton_kernels.add_norm(x, x, torch.zeros(HIDDEN, **half), 1e-5)
-        triton_kernels.join(these.tokens, x, x, torch.zeros(HIDDEN, **half), torch.zeros(HIDDEN, **half), 1e-5)
+        triton_kernels.join(these.tokens, x, x, *torch.zeros(2, HIDDEN, **half), 1e-5, norms_residual=True)
         projected, table = torch.zeros(rows, QUERIES + 2 * KV_HEADS, SIZE, **half), torch.zeros(100, SIZE, **half)
         query = triton_kernels.rotate_and_store(projected, these.positions, these.slots, table, table, data, None, 1e-5)
         triton_kernels.attend(query, data, these.paths, triton_kernels.plan(these.paths), scale=0.1)

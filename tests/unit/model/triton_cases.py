@@ -43,7 +43,11 @@ def main() -> None:
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": summed_in_order})
     cases: list[tuple[int, int, dict[str, Any]]] = [(16, 3, {}), (48, 12, {"sinks": True}), (16, 1, {"window": 100})]
     attended = [attention(*case) for case in [*cases, (16, 2, {"softcap": 0.7})]]
-    print(json.dumps({"attention": attended, "layers": [add_norm(), join(), rotate_and_store(), silu_times(), write_tables()]}))
+    print(
+        json.dumps(
+            {"attention": attended, "layers": [add_norm(), join(), rotate_and_store(), silu_times(), write_tables()]}
+        )
+    )
 
 
 def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +107,9 @@ def join() -> dict[str, Any]:
     errors = []
     for norms in ((torch.rand(640), torch.rand(640)), (None, torch.rand(640)), (torch.rand(640), None)):
         given = torch.tensor([3, 0, 3]), torch.randn(5, 640), torch.randn(3, 640), *norms, 1e-5
-        errors.append(error(triton_kernels.join(*given), gpu_kernels.join(*given)))
+        for norms_residual in (False, True):
+            ours, theirs = (each.join(*given, norms_residual=norms_residual) for each in (triton_kernels, gpu_kernels))
+            errors += [error(*pair) for pair in zip(ours, theirs, strict=True)]
     return {"case": "join", "error": max(errors)}
 
 
