@@ -1,9 +1,9 @@
 """Quantised matrices in a GPU's memory: codes and scales in planes, which kernels turn into numbers in registers.
 
-A matrix [out, in] has units of 256 inputs. Lane j of a unit has its inputs j, j + 32, ..., j + 224: eight codes of b
-bits, the first in the lowest bits of a word of b bytes. So a plane of words holds codes of 1, 2, 4 or 8 bits, and a
-program reads adjacent words. Codes of 3, 5 and 6 bits have a plane of their lower bits and one of their upper ones.
-Scales of neighbouring outputs are adjacent.
+A matrix [out, in] has units of 256 inputs, which are eight blocks of 32. A word j of b bytes has the codes of b bits of
+a unit's inputs j, j + 32, ..., j + 224, the first in its lowest bits. So a plane of words holds codes of 1, 2, 4 or 8
+bits, and a program reads adjacent words. Codes of 3, 5 and 6 bits have a plane of their lower bits and one of their
+upper ones. Scales of neighbouring outputs are adjacent.
 
 A number is (value of the code - zero) * scale - minimum, in float32. In formats with two levels of scales, scale and
 minimum are those of the unit times small integers of each block of 32 inputs, or of each half of one.
@@ -21,19 +21,18 @@ import torch
 from torch import Tensor
 
 from paceline.model.packed_floats import E4M3
-from paceline.model.packed_integers import INT4, INT4_SMALL, INT4_ZEROS, INT8, INT8_SMALL
+from paceline.model.packed_integers import BLOCK, INT4, INT4_SMALL, INT4_ZEROS, INT8, INT8_SMALL
 
-LANES = 32
-CODES_PER_LANE = 8
-UNIT = LANES * CODES_PER_LANE
+CODES_PER_WORD = 8
+UNIT = BLOCK * CODES_PER_WORD
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bits of a code."""
 Values = Literal["integer", "e4m3", "e2m1", "iq4"]
 
 
-class Blocks(NamedTuple):
-    """Blocks of some outputs taken apart. Codes are uint8 [N, B, inputs of a block], all else is by group or by small
-    integer [N, B] or [N, B, numbers of a block]."""
+class BlockParts(NamedTuple):
+    """Blocks of some outputs, taken apart. Codes are uint8 [N, B, inputs of a block], all else is [N, B] or
+    [N, B, numbers of a block]."""
 
     codes: Tensor
     scales: Tensor
@@ -52,7 +51,7 @@ class Blocks(NamedTuple):
 class Format:
     """A block type. It is read from bytes, uint8 [N, B, bytes of a block]."""
 
-    read: Callable[[Tensor], Blocks]
+    read: Callable[[Tensor], BlockParts]
     bits: int
     """Of a code, the lower ones."""
     upper_bits: int = 0
@@ -74,11 +73,11 @@ class Planes:
     """Neighbouring inputs that share a scale."""
     dtype: torch.dtype
     codes: Tensor
-    """[U, N, LANES], one of WORDS."""
+    """[U, N, BLOCK], one of WORDS."""
     upper: Tensor | None
     """Upper bits of codes, as `codes`."""
     scales: Tensor
-    """[G, N], as in `Blocks`, and so are the others."""
+    """[G, N], as in `BlockParts`, and so are the others."""
     small_scales: Tensor | None
     minimums: Tensor | None
     small_minimums: Tensor | None
@@ -132,66 +131,66 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
     return scales.view(torch.int8), torch.cat([high & 63, rest >> 4 | high >> 6 << 4], -1)
 
 
-def _q4_0(raw: Tensor) -> Blocks:
-    return Blocks(_nibbles(raw[..., 2:]), _half(raw, 0))
+def _q4_0(raw: Tensor) -> BlockParts:
+    return BlockParts(_nibbles(raw[..., 2:]), _half(raw, 0))
 
 
-def _q4_1(raw: Tensor) -> Blocks:
-    return Blocks(_nibbles(raw[..., 4:]), _half(raw, 0), minimums=-_half(raw, 2))
+def _q4_1(raw: Tensor) -> BlockParts:
+    return BlockParts(_nibbles(raw[..., 4:]), _half(raw, 0), minimums=-_half(raw, 2))
 
 
-def _q5_0(raw: Tensor) -> Blocks:
-    return Blocks(_nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6]), _half(raw, 0))
+def _q5_0(raw: Tensor) -> BlockParts:
+    return BlockParts(_nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6]), _half(raw, 0))
 
 
-def _q5_1(raw: Tensor) -> Blocks:
-    return Blocks(_nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8]), _half(raw, 0), minimums=-_half(raw, 2))
+def _q5_1(raw: Tensor) -> BlockParts:
+    return BlockParts(_nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8]), _half(raw, 0), minimums=-_half(raw, 2))
 
 
-def _q8_0(raw: Tensor) -> Blocks:
-    return Blocks(raw[..., 2:] ^ 128, _half(raw, 0))
+def _q8_0(raw: Tensor) -> BlockParts:
+    return BlockParts(raw[..., 2:] ^ 128, _half(raw, 0))
 
 
-def _q2_k(raw: Tensor) -> Blocks:
+def _q2_k(raw: Tensor) -> BlockParts:
     small = raw[..., :16]
-    return Blocks(
+    return BlockParts(
         _bits(raw[..., 16:80], 2, strips=2), _half(raw, 80), (small & 15).view(torch.int8), _half(raw, 82), small >> 4
     )
 
 
-def _q3_k(raw: Tensor) -> Blocks:
+def _q3_k(raw: Tensor) -> BlockParts:
     codes = _bits(raw[..., 32:96], 2, strips=2) | _bits(raw[..., :32], 1) << 2
     small = _nibbles(raw[..., 96:104]) | _bits(raw[..., 104:108], 2) << 4
-    return Blocks(codes, _half(raw, 108), (small - 32).view(torch.int8))
+    return BlockParts(codes, _half(raw, 108), (small - 32).view(torch.int8))
 
 
-def _q4_k(raw: Tensor) -> Blocks:
+def _q4_k(raw: Tensor) -> BlockParts:
     scales, minimums = _six_bits(raw[..., 4:16])
     codes = _nibbles(raw[..., 16:].unflatten(-1, (4, -1))).flatten(-2)
-    return Blocks(codes, _half(raw, 0), scales, _half(raw, 2), minimums)
+    return BlockParts(codes, _half(raw, 0), scales, _half(raw, 2), minimums)
 
 
-def _q5_k(raw: Tensor) -> Blocks:
+def _q5_k(raw: Tensor) -> BlockParts:
     scales, minimums = _six_bits(raw[..., 4:16])
     codes = _nibbles(raw[..., 48:].unflatten(-1, (4, -1))).flatten(-2) | _bits(raw[..., 16:48], 1) << 4
-    return Blocks(codes, _half(raw, 0), scales, _half(raw, 2), minimums)
+    return BlockParts(codes, _half(raw, 0), scales, _half(raw, 2), minimums)
 
 
-def _q6_k(raw: Tensor) -> Blocks:
+def _q6_k(raw: Tensor) -> BlockParts:
     codes = _nibbles(raw[..., :128].unflatten(-1, (2, -1))).flatten(-2) | _bits(raw[..., 128:192], 2, strips=2) << 4
-    return Blocks(codes, _half(raw, 208), raw[..., 192:208].contiguous().view(torch.int8))
+    return BlockParts(codes, _half(raw, 208), raw[..., 192:208].contiguous().view(torch.int8))
 
 
-def _iq4_xs(raw: Tensor) -> Blocks:
+def _iq4_xs(raw: Tensor) -> BlockParts:
     low = torch.stack([raw[..., 4:8] & 15, raw[..., 4:8] >> 4], -1).flatten(-2)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)
     high = (raw[..., 2:4].unsqueeze(-1) >> shifts & 3).flatten(-2)
     codes = _nibbles(raw[..., 8:].unflatten(-1, (8, -1))).flatten(-2)
-    return Blocks(codes, _half(raw, 0), ((low | high << 4) - 32).view(torch.int8))
+    return BlockParts(codes, _half(raw, 0), ((low | high << 4) - 32).view(torch.int8))
 
 
-def _mxfp4(raw: Tensor) -> Blocks:
-    return Blocks(_nibbles(raw[..., 1:]), raw[..., 0])
+def _mxfp4(raw: Tensor) -> BlockParts:
+    return BlockParts(_nibbles(raw[..., 1:]), raw[..., 0])
 
 
 def _float(raw: Tensor) -> Tensor:
@@ -199,24 +198,24 @@ def _float(raw: Tensor) -> Tensor:
     return raw[..., :4].contiguous().view(torch.float32).squeeze(-1)
 
 
-def _int4(raw: Tensor) -> Blocks:
-    return Blocks(_nibbles(raw[..., 5:]), _float(raw))
+def _int4(raw: Tensor) -> BlockParts:
+    return BlockParts(_nibbles(raw[..., 5:]), _float(raw))
 
 
-def _int4_zeros(raw: Tensor) -> Blocks:
-    return Blocks(_nibbles(raw[..., 5:]), _float(raw), zeros=raw[..., 4])
+def _int4_zeros(raw: Tensor) -> BlockParts:
+    return BlockParts(_nibbles(raw[..., 5:]), _float(raw), zeros=raw[..., 4])
 
 
-def _int8(raw: Tensor) -> Blocks:
-    return Blocks(raw[..., 5:], _float(raw))
+def _int8(raw: Tensor) -> BlockParts:
+    return BlockParts(raw[..., 5:], _float(raw))
 
 
-def _int8_zeros(raw: Tensor) -> Blocks:
-    return Blocks(raw[..., 5:], _float(raw), zeros=raw[..., 4])
+def _int8_zeros(raw: Tensor) -> BlockParts:
+    return BlockParts(raw[..., 5:], _float(raw), zeros=raw[..., 4])
 
 
-def _e4m3(raw: Tensor) -> Blocks:
-    return Blocks(raw[..., 4:], _float(raw))
+def _e4m3(raw: Tensor) -> BlockParts:
+    return BlockParts(raw[..., 4:], _float(raw))
 
 
 FORMATS: Mapping[int, Format] = {

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.gguf.gguf_file import BLOCK_TYPES
-from paceline.model.gpu.packed_formats import CODES_PER_LANE, FORMATS, LANES, UNIT, WORDS, Planes
+from paceline.model.gpu.packed_formats import CODES_PER_WORD, FORMATS, UNIT, WORDS, Planes
 from paceline.model.layer_weights import QuantizedWeight, Weight
 from paceline.model.packed_integers import BLOCK
 
@@ -90,7 +90,7 @@ def _both(first: Tensor | PackedMatrix, second: Tensor | PackedMatrix) -> Packed
     """None if the second does not follow the first in its memory."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return None
-    end = first.codes.storage_offset() + len(first) * LANES
+    end = first.codes.storage_offset() + len(first) * BLOCK
     if first.codes.untyped_storage()._cdata != second.codes.untyped_storage()._cdata or (
         second.codes.storage_offset() != end
     ):
@@ -143,12 +143,12 @@ def _laid_out(weight: QuantizedWeight, group: int, device: torch.device, dtype: 
 
 
 def _plane(codes: Tensor, bits: int) -> Tensor:
-    """The lower bits of codes, uint8 [N, in] → words [U, N, LANES]. The last unit is filled up with zeros."""
+    """The lower bits of codes, uint8 [N, in] → words [U, N, BLOCK]. The last unit is filled up with zeros."""
     padded = F.pad(codes & (2**bits - 1), (0, -codes.shape[1] % UNIT))
-    in_word = padded.view(len(codes), -1, CODES_PER_LANE, LANES).permute(1, 0, 3, 2)
-    in_byte = in_word.unflatten(-1, (bits, CODES_PER_LANE // bits))
+    in_word = padded.view(len(codes), -1, CODES_PER_WORD, BLOCK).permute(1, 0, 3, 2)
+    in_byte = in_word.unflatten(-1, (bits, CODES_PER_WORD // bits))
     word = torch.zeros(in_byte.shape[:-1], dtype=torch.uint8, device=codes.device)
-    for n in range(CODES_PER_LANE // bits):
+    for n in range(CODES_PER_WORD // bits):
         word |= in_byte[..., n] << bits * n
     return word.view(WORDS[bits]).squeeze(-1)
 

@@ -35,7 +35,7 @@ PROGRAMS = 264
 ADDED = 1024
 """Numbers of a program that adds parts."""
 WARPS, STAGES = 4, 2
-"""A program has 76 KB of shared memory with integers of 4 bits, and four stages 160: too much for a neighbour."""
+"""With integers of 4 bits a program has 74 KB of shared memory. Three stages take 116: a multiprocessor then has one."""
 IQ4_LOW = tl.constexpr(0x_F6EA_DDCF_BFAD_9881 - 2**64)
 IQ4_HIGH = tl.constexpr(0x_7159_4535_2619_0D01)
 """Values of llama.cpp's sixteen non-linear codes (ggml/src/ggml-common.h), a byte each."""
@@ -145,7 +145,7 @@ def _by_output(plane, index, pitch, output, is_output):
 
 @triton.jit
 def _small(plane, block, pitch, output, is_output, SMALL: tl.constexpr):
-    """Small integers of a block, float32 [N, 1], or of its halves, [N, LANES]."""
+    """Small integers of a block, float32 [N, 1], or of its halves, [N, BLOCK]."""
     if SMALL == 32:
         return _by_output(plane, block, pitch, output, is_output)
     else:
@@ -174,7 +174,7 @@ def _numbers(
     ZERO: tl.constexpr,
     SMALL: tl.constexpr,
 ):
-    """Numbers of a block, float32 [N, LANES], from code NUMBER of each lane of its unit."""
+    """Numbers of a block, float32 [N, BLOCK], from code NUMBER of each word of its unit."""
     code = (words >> (BITS * NUMBER)).to(tl.int32) & ((1 << BITS) - 1)
     if UPPER_BITS:
         high = (upper_words >> (UPPER_BITS * NUMBER)).to(tl.int32) & ((1 << UPPER_BITS) - 1)
@@ -238,11 +238,11 @@ def _product(
     split = tl.program_id(1)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, 32)
+    within = tl.arange(0, 32)
     is_output, is_row = output < outputs, row < rows
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for unit in range(split * units_of_split, min(units, (split + 1) * units_of_split)):
-        word = (unit * pitch + output[:, None]) * 32 + lane[None, :]
+        word = (unit * pitch + output[:, None]) * 32 + within[None, :]
         words = tl.load(codes + word, is_output[:, None], 0)
         upper_words = words
         if UPPER_BITS:
@@ -269,7 +269,7 @@ def _product(
                 ZERO,
                 SMALL,
             )
-            number = block * 32 + lane
+            number = block * 32 + within
             there = is_row[None, :] & (number < inputs)[:, None]
             taken = tl.load(x + row[None, :] * inputs + number[:, None], there, 0.0)
             sums = tl.dot(weight.to(x.dtype.element_ty), taken, sums, input_precision="ieee")
@@ -314,16 +314,16 @@ def _look_up(
     SMALL: tl.constexpr,
 ):
     """One program: a unit of one wanted output."""
-    unit, lane = tl.program_id(1), tl.arange(0, 32)
+    unit, within = tl.program_id(1), tl.arange(0, 32)
     output = tl.load(wanted + tl.program_id(0) + tl.arange(0, 1))
     is_output = output < outputs
-    at = (unit * pitch + output[:, None]) * 32 + lane[None, :]
+    at = (unit * pitch + output[:, None]) * 32 + within[None, :]
     words = tl.load(codes + at)
     upper_words = words
     if UPPER_BITS:
         upper_words = tl.load(upper + at)
     for n in tl.static_range(8):
-        number = (unit * 8 + n) * 32 + lane
+        number = (unit * 8 + n) * 32 + within
         weight = _numbers(
             words,
             upper_words,

@@ -38,13 +38,14 @@ from tests.exactness.quantized_weights import (
     random_weight,
 )
 from tests.helpers.checkpoints import save_tokenizer
-from tests.helpers.gguf_files import BASE, tiny_config, write_gguf
+from tests.helpers.gguf_files import tiny_config, write_gguf
 from tests.helpers.quantized_checkpoints import quantise
 
 CPU = torch.device("cpu")
 OUTPUTS = 70
 """Two tiles, the second not full."""
-TOKENS = [(37 * i + 11) % 300 for i in range(6)]
+TOKENS = [3, 40, 11, 3, 47, 29]
+SMALL = {"num_hidden_layers": 1, "vocab_size": 48}
 
 
 def weights(outputs: int = OUTPUTS) -> Iterator[tuple[str, QuantizedWeight, Tensor]]:
@@ -118,7 +119,7 @@ def model_cases(folder: Path) -> Iterator[dict[str, Any]]:
     PackedModel._by_native_code = as_on_gpu  # type: ignore[method-assign]
     tokens, engine = torch.tensor([TOKENS]), EngineConfig(slots=256, dtype="float32")
     path = folder / "qwen2.gguf"
-    network = write_gguf(path, tiny_config("qwen2", num_hidden_layers=1), "Q5_1")
+    network = write_gguf(path, tiny_config("qwen2", **SMALL), "Q5_1")
     file = load_packed(str(path), str(path), engine)
     assert file is not None
     embedding = network.get_input_embeddings().weight  # type: ignore[operator]
@@ -127,9 +128,9 @@ def model_cases(folder: Path) -> Iterator[dict[str, Any]]:
         "embedding": error(file.embedding(), embedding),
     }
     torch.manual_seed(2)
-    network = AutoModelForCausalLM.from_config(tiny_config("qwen3", num_hidden_layers=1)).float()
+    network = AutoModelForCausalLM.from_config(tiny_config("qwen3", **SMALL)).float()
     network.save_pretrained(folder)
-    save_tokenizer(folder, range(BASE["vocab_size"]))
+    save_tokenizer(folder, range(SMALL["vocab_size"]))
     network.load_state_dict(quantise(folder, "pack-quantized"), strict=False)
     checkpoint = load_packed_checkpoint(str(folder), engine)
     assert checkpoint is not None
