@@ -72,7 +72,7 @@ class TableModel:
 
     def _top_tokens(self, row: Row) -> list[int]:
         """The most probable next tokens, best first."""
-        past = [*row.prefix.slots[-CONTEXT_TOKENS:].tolist(), *row.tile][-CONTEXT_TOKENS:]
+        past = row.path(max(0, row.position + 1 - CONTEXT_TOKENS))
         state = 0
         for slot in past:
             state = (state * 1_000_003 + self._tokens[slot] + 1) & 0xFFFFFFFF

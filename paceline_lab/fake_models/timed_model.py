@@ -128,7 +128,7 @@ def _softplus(x: float) -> float:
 
 
 def _slot_before(row: Row) -> int:
-    return row.tile[-2] if len(row.tile) > 1 else int(row.prefix.slots[-1])
+    return row.path(row.position - 1)[0]
 
 
 _NORMAL = NormalDist()

@@ -127,7 +127,7 @@ class Reciter:
 
     def _next(self, row: Row) -> int:
         """The first token of what follows; within a character, its next byte."""
-        slots = [*row.prefix.slots.tolist(), *row.tile][-40:]
+        slots = row.path(max(0, row.position - 39))
         rest = self._after(b"".join(self._tokenizer.piece(self._tokens[slot]) for slot in slots))
         for size in range(40, 0, -1):
             with suppress(UnicodeDecodeError):

@@ -56,8 +56,8 @@ def join(
     out = torch.empty(rows, 2 * width, dtype=states.dtype, device=states.device)
     block = triton.next_power_of_2(width)
     launch(_join, (rows, 2), tokens, embedding, states, token_norm, state_norm, residual, out, eps, WIDTH=width,
-           BLOCK=block, NORMS_RESIDUAL=norms_residual,           TOKEN_NORM=token_norm is not None, STATE_NORM=state_norm is not None,
-           num_warps=max(1, min(16, block // 256)))  # fmt: skip
+           BLOCK=block, NORMS_RESIDUAL=norms_residual, TOKEN_NORM=token_norm is not None,
+           STATE_NORM=state_norm is not None, num_warps=max(1, min(16, block // 256)))  # fmt: skip
     return residual, out
 
 

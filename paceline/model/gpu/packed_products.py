@@ -35,7 +35,7 @@ PROGRAMS = 264
 ADDED = 1024
 """Numbers of a program that adds parts."""
 WARPS, STAGES = 4, 2
-"""With integers of 4 bits a program has 74 KB of shared memory. Three stages take 116: a multiprocessor then has one."""
+"""With integers of 4 bits a program has 74 KB of shared memory; three stages take 116, and leave room for one."""
 IQ4_LOW = tl.constexpr(0x_F6EA_DDCF_BFAD_9881 - 2**64)
 IQ4_HIGH = tl.constexpr(0x_7159_4535_2619_0D01)
 """Values of llama.cpp's sixteen non-linear codes (ggml/src/ggml-common.h), a byte each."""
