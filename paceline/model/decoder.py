@@ -11,7 +11,9 @@ import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,13 +22,16 @@ from torch import Tensor, nn
 
 from paceline.model.attention import ATTENTION, Heads, Pass, use_pass
 from paceline.model.gpu.device_passes import DevicePasses
+from paceline.model.gpu.paged_pass import PagedPass
+from paceline.model.gpu.pass_graphs import PassGraphs
 from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
 from paceline.model.layers import Linear, use_chunked_linear
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_network import NativeNetwork
-from paceline.model.network_factory import Network, make_attention, make_network
+from paceline.model.network_factory import Network, log_once, make_attention, make_network
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
+from paceline.model.torch_attention import TorchAttention
 
 if TYPE_CHECKING:  # a model of one process does not load it
     from paceline.model.parallel.sharding import Sharding
@@ -45,6 +50,9 @@ ROUNDING_SHARE = 3.0
 with the number of layers."""
 MOST_TOLERANCE = 0.4
 """Whatever transformers' own difference is: its second way may not know a model's attention."""
+
+GRAPH_LOGITS = 64
+"""Rows whose logits a graph of transformers' forward computes."""
 
 RunLogits = Callable[[Sequence[Row], Sequence[int]], Tensor]
 """Logits of the wanted rows of a pass."""
@@ -107,27 +115,68 @@ class LayeredModel(TransformersModel):
         self._taps: list[nn.Module] = [self._embedding, *_layers_of(base, self.layers), base]
         self.has_native_attention = isinstance(self._attention, NativeAttention)
         self._check_layers(tokens)
+        self._graphs: PassGraphs | None = None
+        self._graph_wanted = torch.zeros(GRAPH_LOGITS, dtype=torch.int64, device=self.device)
         if expected is not None:
-            check_against_transformers(
-                lambda rows, wanted: self.run(rows, wanted).logits, tokens, expected, _rounding_dtype(info, cache.dtype)
-            )
+
+            def check() -> None:
+                logits = lambda rows, wanted: self.run(rows, wanted).logits  # noqa: E731
+                check_against_transformers(logits, tokens, expected, _rounding_dtype(info, cache.dtype))
+
+            check()
+            self._capture(check)
+
+    def _capture(self, check: Callable[[], None]) -> None:
+        """Graphs of transformers' forward, where its code can be captured and what they compute is right."""
+        attention = self._attention
+        if not isinstance(attention, TorchAttention) or not attention.graphs:
+            return
+        try:
+            self._graphs = attention.capture(self._graph_outputs)
+            check()
+        except (RuntimeError, ValueError) as error:
+            self._graphs = None
+            self.cache.attention_name = replace(attention, graphs=False).name
+            log_once(f"no CUDA graphs of {self.name}: {error}")
+
+    def _graph_outputs(self, this: PagedPass) -> list[Tensor]:
+        """Logits of `_graph_wanted`, and the outputs of all layers."""
+        with self._kept_outputs(range(len(self._taps))) as kept:
+            logits, _ = self._logits(this, self._graph_wanted)
+        return [logits, *(kept[n] for n in range(len(self._taps)))]
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
-        kept: dict[int, Tensor] = {}
-        hooks = [self._taps[n].register_forward_hook(_keep(kept, n)) for n in set(hidden_layers)]
-        try:
+        if self._graphs is not None and len(wanted) <= GRAPH_LOGITS:
+            filled = [*wanted, *[0] * (GRAPH_LOGITS - len(wanted))]
+            self._graph_wanted.copy_(device_integers(filled, self.device), non_blocking=True)
+            if (outputs := self._graphs.run(rows)) is not None:
+                tapped = [outputs[1 + n][: len(rows)] for n in hidden_layers]
+                logits = outputs[0][: len(wanted)].clone()  # the next pass overwrites them
+                return ModelOutput(logits, torch.stack(tapped, 1) if tapped else None)
+        with self._kept_outputs(hidden_layers) as kept:
             logits, _ = self._forward(rows, wanted)
-        finally:
-            for hook in hooks:
-                hook.remove()
         hidden = torch.stack([kept[n][: len(rows)] for n in hidden_layers], 1) if hidden_layers else None
         return ModelOutput(logits, hidden)
 
+    @contextmanager
+    def _kept_outputs(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+        """The outputs of these layers, [R, hidden size], of the pass that runs within it."""
+        kept: dict[int, Tensor] = {}
+        hooks = [self._taps[n].register_forward_hook(_keep(kept, n)) for n in set(layers)]
+        try:
+            yield kept
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def _forward(self, rows: Sequence[Row], wanted: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Logits [wanted, vocabulary], and the layers that attended by `attention_interface`."""
-        this = self._attention(rows)
-        indices = padded_row_indices(wanted, self.device)
+        logits, attended = self._logits(self._attention(rows), padded_row_indices(wanted, self.device))
+        return logits[: len(wanted)], attended
+
+    def _logits(self, this: Pass, indices: Tensor) -> tuple[Tensor, list[int]]:
+        """Logits [n, vocabulary] of rows, int64 [n], and the layers that attended."""
         keeps = "logits_to_keep" in self._parameters
         with use_pass(this) as attended:
             logits: Tensor = self._network(
@@ -136,7 +185,7 @@ class LayeredModel(TransformersModel):
                 use_cache=False,
                 **({"logits_to_keep": indices} if keeps else {}),
             ).logits[0]
-        return (logits if keeps else logits[indices])[: len(wanted)], attended
+        return logits if keeps else logits.index_select(0, indices), attended
 
     @torch.inference_mode()
     def _check_layers(self, tokens: Sequence[int]) -> None:

@@ -159,7 +159,7 @@ class TorchNetwork:
         fusion: StateFusion | None = None,
     ) -> None:
         """As `paceline.model.native.native_network.NativeNetwork`."""
-        self._start_pass = attention.start_pass
+        self._start_pass = attention
         self._between = attention.kernels or TORCH_OPERATORS
         self.device_passes = attention.device_passes() if sums is None else None
         self._rotary = RotaryEmbedding(rotary, attention.cache.data.new_empty(1))
@@ -168,10 +168,8 @@ class TorchNetwork:
         self._norm, self._eps = norm, eps
         self._head = None if head is None else Linear(head)
         self._fuse = None if fusion is None else _StateFusionModule(fusion, eps)
-        # A head has an input beside the rows, and ranks wait for one another within a pass.
-        self._graphs: PassGraphs | None = None
-        if fusion is None and sums is None:
-            self._graphs = attention.capture(self.forward)
+        # A head has an input beside the rows.
+        self._graphs: PassGraphs | None = None if fusion is not None else attention.capture(self.forward)
 
     def run(
         self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int] = (), *, states: Tensor | None = None

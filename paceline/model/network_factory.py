@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 
 from paceline.config.engine_config import KVCacheDtype
-from paceline.model.attention import Heads, KVCache, Pass
+from paceline.model.attention import Heads, KVCache
 from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, stack_matrices
 from paceline.model.layers import TorchNetwork
 from paceline.model.native.build import NativeUnavailableError, native_description
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_library import DTYPES
 from paceline.model.native.native_network import NativeNetwork, head_width
-from paceline.model.rows import Row
 from paceline.model.torch_attention import TorchAttention
 
 log = logging.getLogger(__name__)
 
 Network = NativeNetwork | TorchNetwork
-StartPass = Callable[[Sequence[Row]], Pass]
 N = TypeVar("N")
 T = TypeVar("T")
 
@@ -73,7 +71,7 @@ def make_network(
 
 def make_attention(
     layers: int, heads: Heads, slots: int, positions: int, like: Tensor, kv_cache_dtype: KVCacheDtype = "auto"
-) -> tuple[StartPass, KVCache]:
+) -> tuple[NativeAttention | TorchAttention, KVCache]:
     """Attention over a new cache of `slots`, for layers that transformers runs. `positions`: of the longest path.
     `like` has the dtype and the device.
 
@@ -81,7 +79,7 @@ def make_attention(
     cache = _CacheShape(layers, slots, heads, like.dtype, like.device)
     if (made := _native("attention", NativeAttention, cache, kv_cache_dtype)) is not None:
         return made
-    return _by_torch("attention", lambda attention: attention.start_pass, cache, positions)
+    return _by_torch("attention", lambda attention: attention, cache, positions)
 
 
 def _native(

@@ -158,7 +158,7 @@ def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int
 
     size = -(-len(rows) // GROUP) * GROUP
     columns = [[row.token, row.position, row.slot] for row in rows] + [[0, 0, padding_slot]] * (size - len(rows))
-    tokens, positions, slots = device_integers(torch.tensor(columns, dtype=torch.int64).view(-1, 3).T, device)
+    tokens, positions, slots = device_integers(torch.tensor(columns, dtype=torch.int64).view(-1, 3).T.contiguous(), device)
     tails = [row.tile for row in rows]
     tiles: list[int] = []
     groups: list[list[int]] = []

@@ -91,7 +91,7 @@ class TorchAttention:
     def tables(self) -> DeviceTables:
         return DeviceTables(MOST_TABLES, self.positions, self.cache.device)
 
-    def start_pass(self, rows: Sequence[Row]) -> Pass:
+    def __call__(self, rows: Sequence[Row]) -> Pass:
         if self.kernels is None:
             return TorchPass.of(self.cache, rows)
         this = PassInput.of(self.tables, self.kernels, rows, self.cache.padding_slot)

@@ -48,5 +48,5 @@ def _us(attention: TorchAttention, rows: Sequence[Row], device: torch.device) ->
     padded, width = -(-len(rows) // GROUP) * GROUP, HEADS.head_size
     query = torch.randn(padded, HEADS.kv_heads * HEADS.queries_per_kv, width, dtype=torch.bfloat16, device=device)
     key, value = torch.randn(2, padded, HEADS.kv_heads, width, dtype=torch.bfloat16, device=device)
-    this, options = attention.start_pass(rows), AttentionOptions(width**-0.5)
+    this, options = attention(rows), AttentionOptions(width**-0.5)
     return device_us([partial(this.attend, query, key, value, layer, options) for layer in range(LAYERS)], device)

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from paceline.config import EngineConfig
 from paceline.model import torch_attention
 from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, TorchPass
 from paceline.model.decoder import layer_of
@@ -19,6 +21,8 @@ from paceline.model.gpu.paged_pass import PagedPass, PassInput
 from paceline.model.gpu.pass_graphs import Outputs, PassGraphs
 from paceline.model.gpu.paths import DeviceTables, grouped
 from paceline.model.layer_weights import RotaryTables
+from paceline.model.layers import TorchNetwork
+from paceline.model.loading import build
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.network_factory import make_network
 from paceline.model.rows import GROUP, TILE, Row, SlotTable
@@ -219,7 +223,7 @@ def ways(cache: KVCache) -> list[tuple[bool, bool]]:
     found = list(TorchAttention.ways(cache, 100))
     rows = [SlotTable([1]).row(7, 0)]
     for each in found:
-        assert isinstance(each.start_pass(rows), PagedPass if each.kernels else TorchPass)
+        assert isinstance(each(rows), PagedPass if each.kernels else TorchPass)
         assert (each.capture(_tokens) is not None) == each.graphs == ("CUDA graphs" in each.name)
         assert bool(each.name) == (each.kernels is not None)
     return [(each.kernels is not None, each.graphs) for each in found]
@@ -256,3 +260,51 @@ def test_what_computes_wrong_gives_way_to_what_is_simpler(broken: int, monkeypat
     else:
         name = make().attention_name
         assert (bool(name), "CUDA graphs" in name) == [(True, True), (True, False), (False, False)][broken]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_transformers_forward_is_captured_where_that_computes_the_same(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_stand_ins(monkeypatch)
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    monkeypatch.setattr(NativeLibrary, "_instance", None)
+    if broken:  # as where a graph keeps a number that Python has read
+        monkeypatch.setattr(PassGraphs, "run", lambda graphs, rows: [each[1][0] * 0 for each in graphs._graphs.values()])
+    model = build(network("olmo2", torch.float32), "olmo2", EngineConfig(slots=512), "", [])
+    assert ("CUDA graphs" in model.cache.attention_name) == (not broken)
+    if broken:
+        return
+    forwards = Mock(wraps=model._forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(model, "_forward", forwards)
+    table = SlotTable(range(1, 101))
+    rows = [table.row(7, n) for n in range(100)]
+    output = model.run(rows, range(30, 90), [0, 2])
+    assert output.logits.shape == (60, model.vocabulary_size)
+    assert output.hidden is not None
+    assert output.hidden.shape == (100, 2, 128)
+    again = model.run(rows[:50], range(8))
+    assert not torch.equal(output.logits[:8], again.logits), "the pass before keeps its logits"
+    forwards.assert_not_called()
+    everything = model.run(rows, range(90)).logits
+    forwards.assert_called_once()  # a graph computes fewer logits
+    torch.testing.assert_close(everything[30:], output.logits)
+
+
+def test_graphs_of_ranks_have_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank replays the exchanges that it captured."""
+    use_stand_ins(monkeypatch)
+    made = network("llama", torch.float32)
+    layers = [layer_of(layer) for layer in made.base_model.layers]
+    rotary = RotaryTables.of(made.base_model.rotary_emb, 64)
+    options = {"hidden": 128, "eps": 1e-5, "scale": 0.1, "embedding": made.base_model.embed_tokens.weight}
+    states = []
+    for graphs in (True, False):
+        cache = KVCache(len(layers), 50, Heads(2, 2, 32), torch.float32, CPU)
+        attention = TorchAttention(cache, 64, gpu_kernels, graphs)
+        by = TorchNetwork(layers, Heads(2, 2, 32), attention, rotary, sums=lambda part: 2.0 * part, **options)
+        rows = [SlotTable(range(1, 9)).row(n, n) for n in range(8)]
+        for start in (0, 4):
+            _, tapped = by.run(rows[start : start + 4], [], [len(layers)])
+        states.append(tapped)
+    torch.testing.assert_close(*states)
