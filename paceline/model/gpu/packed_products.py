@@ -81,7 +81,7 @@ def look_up(matrix: Planes, rows: Tensor) -> Tensor:
     """See `PackedMatrix.lookup`."""
     found = torch.empty(len(rows), matrix.shape[1], dtype=matrix.dtype, device=rows.device)
     if len(rows):
-        launch(_look_up, (len(rows), len(matrix.codes)), rows, found, *matrix.shape, **_planes(matrix))
+        launch(_look_up, (len(rows), len(matrix.codes)), rows.contiguous(), found, *matrix.shape, **_planes(matrix))
     return found
 
 
