@@ -209,7 +209,6 @@ def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineCo
     own = positions_in(config) or UNPLANNED_SLOTS
     largest = PassMemory(
         rows=rows,
-        requests=engine.max_num_seqs,
         positions=engine.max_model_len or own,
         rotary_positions=own,
         layers=int(config.num_hidden_layers),

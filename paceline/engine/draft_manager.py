@@ -186,9 +186,9 @@ class DraftManager:
     def _states_from(self, request: DraftedRequest, root: int, stop: int) -> Tensor | None:
         """Hidden states of the root and the accepted tokens.
 
-        None if the draft lacks earlier states or is paused: then `send_hidden_states` sends them later.
+        None without a draft that computes, or if it lacks earlier states: then `send_hidden_states` sends them later.
         """
-        lacks = request.paused or request.hidden_states_sent < root
+        lacks = not request.draft_active or request.hidden_states_sent < root
         if lacks or not self._gather or not self._draft_client.hidden_state_layers:
             return None
         request.hidden_states_sent = stop

@@ -98,7 +98,7 @@ class LayeredModel(TransformersModel):
     def __init__(self, network: Any, info: ModelInfo, heads: Heads, positions: int, sharding: Sharding | None) -> None:
         """Raises ValueError if the logits are not transformers'. A rank's logits are not checked: it has only parts."""
         self._parameters = inspect.signature(network.forward).parameters
-        tokens = _checked_tokens(network, positions, info.slots)
+        tokens = checked_tokens(len(network.get_output_embeddings().weight), positions, info.slots)
         expected = None if sharding is not None else _reference(network, tokens)
         network.set_attn_implementation(ATTENTION)
         use_chunked_linear(network)
@@ -107,7 +107,9 @@ class LayeredModel(TransformersModel):
             sharding.install_collectives(network)
         self._head: nn.Module = network.get_output_embeddings()
         weight: Any = self._head.weight
-        self._attention, cache = make_attention(info.layers, heads, info.slots, positions, weight, info.kv_cache_dtype)
+        self._attention, cache = make_attention(
+            info.layers, heads, info.slots, info.max_model_len, weight, info.kv_cache_dtype
+        )
         super().__init__(info, cache, network.config.get_text_config(decoder=True))
         self._network = network
         base: Any = network.base_model
@@ -121,7 +123,7 @@ class LayeredModel(TransformersModel):
 
             def check() -> None:
                 logits = lambda rows, wanted: self.run(rows, wanted).logits  # noqa: E731
-                check_against_transformers(logits, tokens, expected, _rounding_dtype(info, cache.dtype))
+                check_logits(logits, tokens, expected, _rounding_dtype(info, cache.dtype))
 
             check()
             self._capture(check)
@@ -245,6 +247,7 @@ class LlamaModel(TransformersModel):
             info.slots,
             RotaryTables.of(base.rotary_emb, positions),
             partial(_check_network, network, info, positions, verify) if ranks is None else lambda _: None,
+            positions=info.max_model_len,
             kv_cache_dtype=info.kv_cache_dtype,
             hidden=self._embedding.shape[1],
             eps=float(base.norm.variance_epsilon),
@@ -289,11 +292,9 @@ def _check_network(network: Any, info: ModelInfo, positions: int, verify: bool, 
     """Raises ValueError unless `made` computes what transformers' `network` does. Native code only if `verify`."""
     if isinstance(made, NativeNetwork) and not verify:
         return
-    tokens = _checked_tokens(network, positions, info.slots)
+    tokens = checked_tokens(len(network.get_output_embeddings().weight), positions, info.slots)
     dtype = _rounding_dtype(info, network.get_output_embeddings().weight.dtype)
-    check_against_transformers(
-        lambda rows, wanted: made.run(rows, wanted)[0], tokens, _reference(network, tokens), dtype
-    )
+    check_logits(lambda rows, wanted: made.run(rows, wanted)[0], tokens, _reference(network, tokens), dtype)
 
 
 def layer_of(layer: Any) -> DecoderLayerWeights:
@@ -311,7 +312,7 @@ def window_of(layer: Any) -> int:
     return int(getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)) or 0)
 
 
-def check_against_transformers(run: RunLogits, tokens: Sequence[int], expected: Reference, dtype: torch.dtype) -> None:
+def check_logits(run: RunLogits, tokens: Sequence[int], expected: Reference, dtype: torch.dtype) -> None:
     """Raises ValueError unless `run` gives the expected logits [n, vocabulary]: with all tokens in one pass, with the
     last few as guesses in a pass of their own, and with the second half as guesses in a pass with another request. Uses
     slots 1 to 3n."""
@@ -356,9 +357,8 @@ def padded_row_indices(wanted: Sequence[int], device: torch.device) -> Tensor:
     return device_integers([*wanted, *[0] * padding], device)
 
 
-def _checked_tokens(network: Any, positions: int, slots: int) -> list[int]:
-    """Tokens to compare logits on, few enough for `check_against_transformers`."""
-    vocabulary = len(network.get_output_embeddings().weight)
+def checked_tokens(vocabulary: int, positions: int, slots: int) -> list[int]:
+    """Tokens to compare logits on, few enough for `check_logits`."""
     return [(7 * i + 3) % vocabulary for i in range(min(CHECKED_TOKENS, positions, slots // 3))]
 
 

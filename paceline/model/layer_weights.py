@@ -17,7 +17,8 @@ AllReduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix [out, in] in blocks of codes with scales, as a GGUF file has them. Only native code multiplies it."""
+    """A matrix [out, in] in blocks of codes with scales, as a GGUF file has them. Native code multiplies it; for a GPU
+    see `paceline.model.gpu.packed_matrix`."""
 
     type: int
     """GGUF's number of the block type."""

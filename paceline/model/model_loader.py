@@ -11,6 +11,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.model.gguf_model import load_packed
+from paceline.model.gpu.memory import MOST_TABLES
 from paceline.model.loading import load_checkpoint
 from paceline.model.model import Model, TransformersModel
 from paceline.model.native.build import NativeUnavailableError, native_library
@@ -33,6 +34,7 @@ def load(name: str, config: EngineConfig) -> Model:
         fake: Model = scheme.load(name, config)
         return fake
     _check_kv_cache(config)
+    _check_requests(config)
     model = load_packed(location, name, config) or load_packed_checkpoint(name, config) or load_checkpoint(name, config)
     proven = isinstance(model, TransformersModel) and model.native and not config.verify  # by tests of native code
     # A CPU's products are made for any number of rows, and tests try them; a GPU's library chooses among many kernels.
@@ -53,6 +55,12 @@ def _check_kv_cache(config: EngineConfig) -> None:
         native_library()
     except NativeUnavailableError as error:
         raise ValueError(f"{refusal}and there is none: {error}") from error
+
+
+def _check_requests(config: EngineConfig) -> None:
+    """Raises ValueError before weights are read."""
+    if torch.device(config.device).type == "cuda" and config.max_num_seqs > MOST_TABLES:
+        raise ValueError(f"max_num_seqs is {config.max_num_seqs}: on a GPU at most {MOST_TABLES} requests run at once")
 
 
 def limit_torch_threads(model: Model) -> None:

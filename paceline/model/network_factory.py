@@ -44,10 +44,12 @@ def make_network(
     rotary: RotaryTables,
     check: Callable[[Network], None] = lambda _: None,
     *,
+    positions: int | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     **options: Any,
 ) -> tuple[Network, KVCache]:
-    """A network over a new cache of `slots`. `options`: see `NativeNetwork`. `check` raises ValueError if a network
+    """A network over a new cache of `slots`. `positions`: of the longest path; None: all that `rotary` has. `options`:
+    see `NativeNetwork`. `check` raises ValueError if a network
     computes something wrong. Then torch computes; if that is wrong, too, this raises it.
 
     By torch the matrices of a layer are stacked in place, one layer after another, before there is a cache: at no time
@@ -66,7 +68,7 @@ def make_network(
         return made
     stack_matrices(layers)
     torch.cuda.empty_cache()  # of matrices that were stacked: the cache, and other processes, may need it
-    return _by_torch("pass", by_torch, cache, len(rotary.cosines), check)
+    return _by_torch("pass", by_torch, cache, positions or len(rotary.cosines), check)
 
 
 def make_attention(

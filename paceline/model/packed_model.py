@@ -4,7 +4,6 @@ variants of them, too."""
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,6 +16,8 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.model.attention import Heads, KVCache
+from paceline.model.decoder import Reference, check_logits, checked_tokens
+from paceline.model.gpu.memory import triton_compiles
 from paceline.model.gpu.packed_matrix import on_device
 from paceline.model.layer_weights import (
     HEAD_NORMS,
@@ -30,13 +31,14 @@ from paceline.model.layer_weights import (
     RotaryTables,
     Weight,
 )
-from paceline.model.layers import look_up
+from paceline.model.layers import TorchNetwork, look_up, use_whole_sums
 from paceline.model.loading import end_tokens, positions_of
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_library import dequantize
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.network_factory import Network, make_network
-from paceline.model.rows import Row
+from paceline.model.rows import Row, SlotTable
+from paceline.model.torch_attention import TorchAttention, file_digest
 from paceline.text import vocabulary_fingerprint
 
 STACKED: Mapping[str, Sequence[str]] = {
@@ -153,13 +155,18 @@ def packed_info(name: str, path: Path, config: Any, engine: EngineConfig) -> Mod
 
 def product_numerics(device: torch.device) -> str:
     """What numbers of packed products depend on, beside the native code or the GPU."""
-    return "" if device.type == "cpu" else f", products by Triton {importlib.metadata.version('triton')}"
+    if device.type == "cpu":
+        return ""
+    from paceline.model.gpu import packed_formats, packed_products  # torch's builds for a CPU come without Triton
+
+    sources = file_digest(packed_formats.__file__, packed_products.__file__)
+    return f", products by Triton {importlib.metadata.version('triton')}, kernels {sources}"
 
 
 def packs_on(device: str) -> bool:
     """Whether packed weights are multiplied as they are: by native code, or on an NVIDIA GPU by Triton's kernels."""
     kind = torch.device(device).type
-    return kind == "cpu" or (kind == "cuda" and importlib.util.find_spec("triton") is not None)
+    return kind == "cpu" or (kind == "cuda" and triton_compiles())
 
 
 class PackedModel(TransformersModel):
@@ -206,6 +213,7 @@ class PackedModel(TransformersModel):
         self, device: torch.device, info: ModelInfo, heads: Heads, weights: PackedWeights, options: dict[str, Any]
     ) -> tuple[Network, KVCache]:
         """Beside the packed weights there is one layer in main memory, and one product's weights on the device."""
+        use_whole_sums(device)
         network, dtype = self._parts, weights.dtype
         assert network.variant == LLAMA, "kernels have Llama's layers alone"
         assert network.norms == NORMS, "kernels have Llama's layers alone"
@@ -221,13 +229,21 @@ class PackedModel(TransformersModel):
             layers.append(_layer_on_device(weights.layer(n, heads, network), device, dtype))
             network.layer_packed()
         norm = weights.vector(NORM)
-        made = make_network(
-            *(layers, heads, info.slots, network.rotaries[0]),
-            embedding=self._embedding,
-            norm=None if norm is None else norm.to(device, dtype),
-            head=head,
-            **options,
-        )
+        final: dict[str, Any] = {"embedding": self._embedding, "head": head}
+        final["norm"] = None if norm is None else norm.to(device, dtype)
+        tokens = checked_tokens(info.vocabulary_size, info.max_model_len, info.slots)
+        plain = TorchAttention(KVCache(info.layers, len(tokens), heads, dtype, device), len(tokens))
+        path = SlotTable(range(1, len(tokens) + 1))
+        rows = [path.row(token, position) for position, token in enumerate(tokens)]
+        by_torch = TorchNetwork(layers, heads, plain, network.rotaries[0], **final, **options)
+        expected = by_torch.run(rows, range(len(rows)))[0].float()
+
+        def check(made: Network) -> None:
+            """Raises ValueError unless it computes what torch's attention does, over the same packed weights."""
+            check_logits(lambda rows, wanted: made.run(rows, wanted)[0], tokens, Reference(expected), dtype)
+
+        options |= {**final, "positions": info.max_model_len}
+        made = make_network(layers, heads, info.slots, network.rotaries[0], check, **options)
         network.layer_packed()
         return made
 

@@ -157,8 +157,10 @@ def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int
         return device_integers(values, device)
 
     size = -(-len(rows) // GROUP) * GROUP
-    columns = [[row.token, row.position, row.slot] for row in rows] + [[0, 0, padding_slot]] * (size - len(rows))
-    tokens, positions, slots = device_integers(torch.tensor(columns, dtype=torch.int64).view(-1, 3).T.contiguous(), device)
+    padding = size - len(rows)
+    tokens = integers([*(row.token for row in rows), *[0] * padding])
+    positions = integers([*(row.position for row in rows), *[0] * padding])
+    slots = integers([*(row.slot for row in rows), *[padding_slot] * padding])
     tails = [row.tile for row in rows]
     tiles: list[int] = []
     groups: list[list[int]] = []

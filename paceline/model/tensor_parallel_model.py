@@ -18,6 +18,7 @@ class TensorParallelModel(ModelInfo):
 
     def __init__(self, shard: TransformersModel, group: RankGroup) -> None:
         super().__init__(**{field.name: getattr(shard, field.name) for field in fields(ModelInfo)})
+        self.asynchronous = False  # `run` waits for the other ranks
         self.numerics = f"{shard.numerics}; {group.ranks.size} ranks"
         self._shard, self._group = shard, group
         self._encoder = RowEncoder()

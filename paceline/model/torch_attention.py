@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import logging
 import os
@@ -18,7 +17,7 @@ import torch
 
 from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, TorchPass
 from paceline.model.gpu.device_passes import DevicePasses
-from paceline.model.gpu.memory import LARGEST_HEAD, MOST_TABLES, TRITON
+from paceline.model.gpu.memory import LARGEST_HEAD, MOST_TABLES, TRITON, triton_compiles
 from paceline.model.gpu.paged_pass import Kernels, PagedPass, PassInput
 from paceline.model.gpu.pass_graphs import CudaCapture, Outputs, PassGraphs
 from paceline.model.gpu.paths import DeviceTables
@@ -31,7 +30,7 @@ TORCH = "torch"
 
 def find_kernels(heads: Heads, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """None where it is no NVIDIA GPU, and where Triton, or the C compiler that it calls, is not there."""
-    if device.type != "cuda" or heads.head_size > LARGEST_HEAD or importlib.util.find_spec(TRITON) is None:
+    if device.type != "cuda" or heads.head_size > LARGEST_HEAD or not triton_compiles():
         return None
     try:
         kernels: Kernels = importlib.import_module("paceline.model.gpu.triton_kernels")
@@ -113,5 +112,9 @@ class TorchAttention:
 
 def source_digest(kernels: Kernels) -> str:
     """A hash of the files that kernels are written in."""
-    files = {inspect.getsourcefile(each) or "" for each in (kernels.attend, kernels.add_norm)}
+    return file_digest(*{inspect.getsourcefile(each) or "" for each in (kernels.attend, kernels.add_norm)})
+
+
+def file_digest(*files: str) -> str:
+    """A hash of files."""
     return blake2b(b"".join(Path(file).read_bytes() for file in sorted(files)), digest_size=4).hexdigest()

@@ -182,7 +182,7 @@ def run_step(command: Sequence[str], limit_s: float) -> dict[str, Any]:
 
 
 def _ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Whether it ended by itself within its limit, or at the interrupt."""
+    """Whether it ended by itself within its limit. Else it is interrupted; what it has printed counts."""
     grace_s = min(GRACE_S, limit_s / 2)
     with suppress(subprocess.TimeoutExpired):
         process.wait(limit_s - grace_s)

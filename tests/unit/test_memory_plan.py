@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from paceline.llm import LLM
 from paceline.memory_plan import WorkerMemory, model_memory, plan_memory
 from paceline.model import device_memory, load, network_factory
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
+from paceline.model.gpu import memory as gpu_memory
+from paceline.model.gpu.memory import MOST_TABLES
 from paceline.model.loading import outline
 from paceline.model.model import TransformersModel
 from paceline.model.target_weights import load_target_weights
@@ -249,21 +250,21 @@ def test_a_gpu_s_memory_is_what_cuda_says(target: Path, monkeypatch: pytest.Monk
 
 
 def test_copies_that_torch_makes_are_planned_where_torch_attends(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They grow with rows and positions. Where a kernel attends, tables of slots grow, for the requests that run."""
+    """They grow with rows and positions. Where a kernel attends, tables of slots grow."""
     monkeypatch.setattr("paceline.model.loading.use_device", torch.device)
     network = outline(str(target), EngineConfig())
 
     def activations(positions: int) -> int:
         return model_memory(network, EngineConfig(device="cuda", max_model_len=positions, max_num_seqs=7)).activations
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
-    assert activations(500) - activations(100) == 400 * 7 * 4
+    monkeypatch.setattr(gpu_memory, "triton_compiles", lambda: True)
+    assert activations(500) - activations(100) == 400 * (MOST_TABLES + 1) * 4
     monkeypatch.setenv("PACELINE_ATTENTION", "torch")
     heads = Heads.of(network.config)
     scores = 3 * 256 * heads.kv_heads * heads.queries_per_kv * 4
     assert activations(500) - activations(100) == 400 * scores
     monkeypatch.delenv("PACELINE_ATTENTION")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_memory, "triton_compiles", lambda: False)
     assert activations(500) - activations(100) == 400 * scores
 
 

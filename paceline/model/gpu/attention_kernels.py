@@ -165,10 +165,10 @@ def _attend(
     program, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     BLOCK: tl.constexpr = GROUP * HEADS if GROUP * HEADS > 16 else 16
-    lane = tl.arange(0, BLOCK)
+    query_row = tl.arange(0, BLOCK)
     number = tl.arange(0, PADDED_SIZE)
     column = tl.arange(0, TILE)
-    of_row, of_head = lane // HEADS, chunk * HEADS + lane % HEADS
+    of_row, of_head = query_row // HEADS, chunk * HEADS + query_row % HEADS
     head = kv_head * QUERIES_PER_KV + of_head
     is_tail = program < row_count
     bounds = groups if is_tail else plan

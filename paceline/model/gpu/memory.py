@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sysconfig
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -27,13 +31,22 @@ MOST_ITEMS = 256
 """Pieces of work, of GROUP rows each, that attention keeps a result of until all are added up."""
 
 
+@cache
+def triton_compiles() -> bool:
+    """Whether Triton is there, and what it compiles the start of a kernel by: a C compiler, and Python's header."""
+    compilers = (os.environ.get("CC"), "clang", "gcc")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    found = any(each and shutil.which(each) for each in compilers) and header.exists()
+    return found and importlib.util.find_spec(TRITON) is not None
+
+
 def kernel_attends(heads: Heads, device: torch.device) -> bool:
     """Whether a kernel is expected to attend there. If it fails when a model is loaded, torch's operators do."""
     return (
         device.type == "cuda"
         and heads.head_size <= LARGEST_HEAD
         and os.environ.get("PACELINE_ATTENTION") != "torch"
-        and importlib.util.find_spec(TRITON) is not None
+        and triton_compiles()
     )
 
 
@@ -42,8 +55,6 @@ class PassMemory:
     """A model's largest pass. Properties and `total` are bytes."""
 
     rows: int
-    requests: int
-    """That run at once."""
     positions: int
     """Of the longest path."""
     rotary_positions: int

@@ -126,7 +126,7 @@ class PassInput:
 
     def load(self, rows: Sequence[Row], kernels: Kernels, padding_slot: int) -> None:
         """One copy of what these rows are, which fit; and another one of new slots where there are too many."""
-        places, writes = self.tables.place(row.slot_table for row in rows)
+        indices, writes = self.tables.assign(row.slot_table for row in rows)
         new = np.concatenate(
             [np.zeros((0, 3), np.int32)]
             + [
@@ -134,15 +134,15 @@ class PassInput:
                 for table, at, slots in writes
             ]
         ).astype(np.int32)
-        room = len(self.writes)
-        if len(new) > room:
+        capacity = len(self.writes)
+        if len(new) > capacity:
             kernels.write_tables(self.tables.data, device_integers(new, self._vector.device, torch.int32))
             new = new[:0]
-        unused = [self.tables.count, 0, 0] * (room - len(new))
-        vector = np.concatenate([self._rows(rows, places, padding_slot), new.ravel(), unused, self._branches(rows)])
+        unused = [self.tables.count, 0, 0] * (capacity - len(new))
+        vector = np.concatenate([self._rows(rows, indices, padding_slot), new.ravel(), unused, self._branches(rows)])
         self._vector.copy_(device_integers(vector, self._vector.device, torch.int32), non_blocking=True)
 
-    def _rows(self, rows: Sequence[Row], places: dict[SlotTable, int], padding_slot: int) -> np.ndarray:
+    def _rows(self, rows: Sequence[Row], indices: dict[SlotTable, int], padding_slot: int) -> np.ndarray:
         left = self.size - len(rows)
         bounds = grouped(rows)
         starts = np.cumsum([0, *(len(row.branch) for row in rows)])[: len(rows)]
@@ -150,7 +150,7 @@ class PassInput:
             [row.token for row in rows] + [0] * left,
             [row.position for row in rows] + [0] * left,
             [row.slot for row in rows] + [padding_slot] * left,
-            [places[row.slot_table] for row in rows] + [0] * left,
+            [indices[row.slot_table] for row in rows] + [0] * left,
             [row.length for row in rows] + [0] * left,
             [row.position + 1 for row in rows] + [0] * left,
             [*starts, *[0] * left],

@@ -53,32 +53,32 @@ class DeviceTables:
     def __init__(self, tables: int, positions: int, device: torch.device) -> None:
         self.count = tables
         self.data = torch.zeros(tables + 1, positions, dtype=torch.int32, device=device)
-        self._places: OrderedDict[SlotTable, int] = OrderedDict()
+        self._indices: OrderedDict[SlotTable, int] = OrderedDict()
 
-    def place(self, tables: Iterable[SlotTable]) -> tuple[dict[SlotTable, int], list[TableWrite]]:
+    def assign(self, tables: Iterable[SlotTable]) -> tuple[dict[SlotTable, int], list[TableWrite]]:
         """Where the tables of a pass are, and what has to be written there before.
 
-        Raises ValueError if a pass has more tables than there are places.
+        Raises ValueError if a pass has more tables than there are indices.
         """
-        places = dict.fromkeys(tables, -1)
-        if len(places) > self.count:
-            raise ValueError(f"a pass of {len(places)} requests: on a GPU it has {self.count} at most")
-        for table in places:
-            if table in self._places:
-                self._places.move_to_end(table)
-                places[table] = self._places[table]
+        indices = dict.fromkeys(tables, -1)
+        if len(indices) > self.count:
+            raise ValueError(f"a pass of {len(indices)} requests: on a GPU it has {self.count} at most")
+        for table in indices:
+            if table in self._indices:
+                self._indices.move_to_end(table)
+                indices[table] = self._indices[table]
         writes = []
-        for table, place in places.items():
-            if place < 0:
-                place = len(self._places)
-                if place == self.count:
-                    _, place = self._places.popitem(last=False)
-                places[table] = self._places[table] = place
+        for table, index in indices.items():
+            if index < 0:
+                index = len(self._indices)
+                if index == self.count:
+                    _, index = self._indices.popitem(last=False)
+                indices[table] = self._indices[table] = index
                 table.sent = 0
             if table.sent < len(table):
-                writes.append(TableWrite(place, table.sent, table.slots[table.sent :]))
+                writes.append(TableWrite(index, table.sent, table.slots[table.sent :]))
                 table.sent = len(table)
-        return places, writes
+        return indices, writes
 
 
 def grouped(rows: Sequence[Row]) -> list[int]:

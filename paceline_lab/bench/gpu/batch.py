@@ -15,6 +15,7 @@ from paceline import family
 from paceline.config import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.llm import LLM
+from paceline.messages import Delta
 from paceline_lab.bench import step_profile
 from paceline_lab.bench.bench_measurement import PLAIN, Measurement
 from paceline_lab.bench.gpu.device_trace import traced
@@ -58,7 +59,17 @@ def throughput(llm: LLM, count: int, device: torch.device) -> dict[str, Any]:
 
 def idle_ms(llm: LLM, count: int, device: torch.device, *, speculative: bool) -> float | None:
     """Milliseconds per step in which no kernel runs, prompts included; None on a CPU."""
-    with patch.object(Engine, "step", autospec=True, side_effect=Engine.step) as steps:
+    step = Engine.step
+
+    def overlapped(engine: Engine) -> Sequence[Delta]:
+        """A step as the engine's process makes it."""
+        if not engine.model.asynchronous:
+            return step(engine)
+        deltas: list[Delta] = []
+        engine.overlapped_step(deltas.extend)
+        return deltas
+
+    with patch.object(Engine, "step", autospec=True, side_effect=overlapped) as steps:
         trace = traced(lambda: llm.generate(_prompts(count), _sampling(device), speculative=speculative), device)
     return round(1e-3 * (trace.us - trace.busy_us) / steps.call_count, 3) if trace.kernels else None
 

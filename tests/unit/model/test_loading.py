@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig, L
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
 from paceline.model import Model, Row, SlotTable, load, model_loader
-from paceline.model.decoder import Reference, check_against_transformers
+from paceline.model.decoder import Reference, check_logits
 from paceline.model.loading import build, load_checkpoint
 from paceline.model.model import TransformersModel
 from paceline.model.rows import TILE
@@ -130,7 +130,7 @@ def test_the_tolerance_is_that_of_rounding(dtype: torch.dtype, rounding: float, 
         return expected[[rows[i].token for i in wanted]] + error
 
     with nullcontext() if right else pytest.raises(ValueError, match="its logits are off by"):
-        check_against_transformers(run, tokens, Reference(expected, rounding), dtype)
+        check_logits(run, tokens, Reference(expected, rounding), dtype)
 
 
 def test_a_deep_model_is_not_refused_for_its_own_rounding() -> None:
