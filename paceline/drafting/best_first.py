@@ -114,7 +114,7 @@ class ModelNetwork:
         return self._model.output(final)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class BestFirstRequest(NetworkRequest):
     """A request whose nodes are expanded: `slots` are those of expanded nodes."""
 

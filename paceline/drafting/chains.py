@@ -9,9 +9,11 @@ per second, of the time of the graphs and of the time between two drafts, both a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,8 @@ from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.network_speculator import DraftCache, WayToGrow, round_robin, tree_width
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.rows import GROUP, device_integers
+
+log = logging.getLogger(__name__)
 
 ROWS = (8, 16, 64, 256)
 """Rows of the first level, of graphs."""
@@ -96,7 +100,7 @@ class _TableRows:
         count = REQUESTS[-1]
         self.tables = torch.zeros(count + 1, positions, dtype=torch.int32, device=device)
         """[requests + 1, positions]. The last row is of padding rows."""
-        self._holders: list[BestFirstRequest | None] = [None] * count
+        self._holders: list[ref[BestFirstRequest] | None] = [None] * count
         self._lengths, self._used = [0] * count, [0] * count
         self._turn = 0
 
@@ -104,13 +108,15 @@ class _TableRows:
         """The rows of these requests. They have the slots of the computed tokens then, and get those of the missing
         ones. The requests that had rows longest ago lose theirs."""
         self._turn += 1
-        others = (row for row, holder in enumerate(self._holders) if holder not in requests)
+        holders = [None if holder is None else holder() for holder in self._holders]
+        others = (row for row, holder in enumerate(holders) if holder is None or holder not in requests)
         free = iter(sorted(others, key=self._used.__getitem__))
-        taken = [self._holders.index(each) if each in self._holders else next(free) for each in requests]
+        taken = [holders.index(each) if each in holders else next(free) for each in requests]
         for row, request in zip(taken, requests, strict=True):
-            if self._holders[row] is not request:
-                self._holders[row], self._lengths[row] = request, 0
-            known, self._lengths[row], self._used[row] = self._lengths[row], len(request.slot_table), self._turn
+            if holders[row] is not request:
+                self._holders[row], self._lengths[row] = ref(request), 0
+            known = min(self._lengths[row], request.computed)  # which falls if computed tokens are given up
+            self._lengths[row], self._used[row] = len(request.slot_table), self._turn
             if request.computed > known:
                 slots = torch.from_numpy(np.array(request.slot_table.slots[known : request.computed]))
                 self.tables[row, known : request.computed].copy_(
@@ -142,6 +148,8 @@ class Chains:
         self._depths = DepthChoice()
         self._clock = clock
         self._ended: float | None = None
+        self._fails = False
+        """Whether graphs cannot be made here."""
 
     def grow(self, pool: DraftCache[BestFirstRequest]) -> Mapping[int, list[int]]:
         """Whole drafts for all requests that are due, then one round of `BestFirst` for the others."""
@@ -154,6 +162,8 @@ class Chains:
 
     def _due(self, pool: DraftCache[BestFirstRequest]) -> list[BestFirstRequest]:
         """The next requests to draft for, as many as a graph and the free slots are for. Links have turns."""
+        if self._fails:
+            return []
         turns = round_robin(iter([each for each in requests if _is_due(each)]) for requests in pool.by_link())
         due: list[BestFirstRequest] = []
         rows = slots = 0
@@ -172,11 +182,15 @@ class Chains:
         deepest = max(request.depth_limit for request in requests)
         shape = ChainShape(rows, count, self._depths.choose(rows, count, deepest))
         known = shape in self._graphs
-        graph, replay = self._graphs[shape] if known else (self._graph(shape), None)
+        if not known:
+            try:
+                self._graphs[shape] = self._captured(shape)
+            except Exception as error:  # noqa: BLE001 - Triton and CUDA raise errors of many kinds
+                log.warning("drafts are made level by level, and not as one graph: %s", error)
+                self._fails = True
+                return {}
+        graph, replay = self._graphs[shape]
         self._load(graph, requests, reversed(pool.free))
-        if replay is None:
-            replay, _ = self._passes.capture(graph.run)
-            self._graphs[shape] = graph, replay
         replay()
         graph.outputs.download()
         paths = _path_log_probs(graph)[:, : len(requests)]
@@ -192,6 +206,14 @@ class Chains:
             self._depths.observe(shape, end - start, start - self._ended, expected.tolist())
         self._ended = end
         return new
+
+    def _captured(self, shape: ChainShape) -> tuple[ChainGraph, Callable[[], None]]:
+        """Captured over rows of nobody: if that fails, no request has changed."""
+        graph = self._graph(shape)
+        self._load_padding(graph.inputs.host)
+        graph.inputs.upload()
+        replay, _ = self._passes.capture(graph.run)
+        return graph, replay
 
     def _graph(self, shape: ChainShape) -> ChainGraph:
         width = min(WIDTH, MAX_ROWS // shape.requests) if self._children > 1 else max(1, GROUP // shape.requests)

@@ -218,7 +218,7 @@ class WayToGrow(Protocol[R]):
     limits: DraftingLimits
     request_type: type[R]
     computed: bool
-    """Whether the last round ran the network; if not, there was nothing to compute."""
+    """Whether the last round ran the network, and another one may go on from there."""
 
     def grow(self, pool: DraftCache[R]) -> Mapping[int, list[int]]:
         """One round: the new nodes by request."""

@@ -190,7 +190,7 @@ class TorchNetwork:
             x = look_up(this.tokens, self._embedding)
         else:
             assert states is not None
-            x, joined = self._fuse(this.tokens, self._embedding, pad_rows(states), self._between)
+            x, joined = self._fuse(this.tokens, self._embedding, pad_rows(states).contiguous(), self._between)
         # A kernel reads rotary tables by itself.
         cos_sin = None if isinstance(this, PagedPass) else self._rotary(this.positions)
         outputs, added = [], None

@@ -17,7 +17,6 @@ from paceline.model import torch_attention
 from paceline.model.gpu.pass_graphs import Outputs
 from paceline.model.gpu.paths import RowPaths
 
-NAME = "stand-in"
 PLANNED = 7
 """What a plan has here: `attend` wants one that was made."""
 

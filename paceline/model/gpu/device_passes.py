@@ -11,7 +11,7 @@ from paceline.model.attention import KVCache, Pass
 from paceline.model.gpu.pass_graphs import Capture
 from paceline.model.gpu.paths import RowPaths
 
-StartPass = Callable[[Tensor, Tensor, Tensor, RowPaths, Tensor | None], Pass]
+StartDevicePass = Callable[[Tensor, Tensor, Tensor, RowPaths, Tensor | None], Pass]
 """A pass over rows, from tokens, positions and slots, int64 [R] each, how the rows find their keys, and a plan for them
 if there is one. Until it attends, earlier kernels may write what it is given."""
 
@@ -20,7 +20,7 @@ class DevicePasses(NamedTuple):
     """How passes over `cache` start, and how graphs of them are made."""
 
     cache: KVCache
-    start: StartPass
+    start: StartDevicePass
     plan: Callable[[RowPaths], Tensor]
     """Of a pass: one for longer paths in the same groups serves as well."""
     capture: Capture

@@ -25,8 +25,8 @@ TRITON = "triton"
 LARGEST_HEAD = 256
 GRAPH_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows of the CUDA graphs."""
-MOST_TABLES = GRAPH_ROWS[-1]
-"""Requests whose slot tables the device holds."""
+MOST_TABLES = 512
+"""Requests whose slot tables the device holds, of a pass: a draft's has up to 256 rows of prompts and 256 of nodes."""
 MOST_ITEMS = 256
 """Pieces of work, of GROUP rows each, that attention keeps a result of until all are added up."""
 

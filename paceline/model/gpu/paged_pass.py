@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.attention import AttentionOptions, KVCache
+from paceline.model.gpu.memory import GRAPH_ROWS
 from paceline.model.gpu.paths import DeviceTables, RowPaths, grouped
 from paceline.model.rows import GROUP, Row, SlotTable, device_integers
 
@@ -115,8 +116,8 @@ class PassInput:
 
     @classmethod
     def of(cls, tables: DeviceTables, kernels: Kernels, rows: Sequence[Row], padding_slot: int) -> PassInput:
-        """That of some rows, padded to a multiple of GROUP."""
-        size = -(-len(rows) // GROUP) * GROUP
+        """That of some rows, padded as for a graph, so that products have the numbers of rows that are probed."""
+        size = next((size for size in GRAPH_ROWS if size >= len(rows)), -(-len(rows) // GROUP) * GROUP)
         this = cls(tables, size, 0, max(1, sum(len(row.branch) for row in rows)))
         this.load(rows, kernels, padding_slot)
         return this
@@ -138,7 +139,7 @@ class PassInput:
         if len(new) > capacity:
             kernels.write_tables(self.tables.data, device_integers(new, self._vector.device, torch.int32))
             new = new[:0]
-        unused = [self.tables.count, 0, 0] * (capacity - len(new))
+        unused = np.tile(np.array([self.tables.count, 0, 0], np.int32), capacity - len(new))
         vector = np.concatenate([self._rows(rows, indices, padding_slot), new.ravel(), unused, self._branches(rows)])
         self._vector.copy_(device_integers(vector, self._vector.device, torch.int32), non_blocking=True)
 

@@ -288,6 +288,30 @@ def test_no_token_changes() -> None:
     assert runs[1].accepted > 40
 
 
+def test_drafts_go_on_level_by_level_where_no_graph_can_be_made(caplog: pytest.LogCaptureFixture) -> None:
+    """No request has changed when a capture fails: the guesses are those of drafting from the host."""
+    target = build_model(peaked_llama(), "target", EngineConfig(slots=2048), "", [])
+
+    def fails(run: object) -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_device_passes(patch)
+        model = build_model(peaked_llama(0.02), "draft", EngineConfig(slots=2048), "", [])
+    runs = []
+    for chained in (False, True):
+        best_first = BestFirst(ModelNetwork(model), DraftingLimits(tree_width=2))
+        way: Any = fastest_way(best_first) if chained else best_first
+        if chained:
+            way._passes = way._passes._replace(capture=fails)
+        speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
+        engine = Engine(target, EngineConfig(slots=2048), speculation, LocalDraftClient(NetworkSpeculator(way)), FREE)
+        runs.append(EngineRun().run(engine, GenerationRequest("r", prompt_of(30), LLAMA_LAWS[0])))
+    assert runs[0].outputs == runs[1].outputs
+    assert runs[0].accepted == runs[1].accepted > 0
+    assert caplog.text.count("level by level, and not as one graph: out of memory") == 1
+
+
 NO_KERNELS = ("chunk", "empty", "flatten", "new_empty", "reshape", "unflatten")
 
 

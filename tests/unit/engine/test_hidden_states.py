@@ -8,7 +8,7 @@ must grow what it grows undisturbed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.best_first import BestFirstRequest
@@ -342,6 +342,23 @@ class TestEngine:
     )
     def test_undisturbed(self, requests: list[GenerationRequest], settings: dict[str, int], model: Model) -> None:
         serve(model, *requests, **settings).check(model)
+
+    def test_of_a_request_without_a_draft_nothing_is_gathered(self, model: Model) -> None:
+        """Nor expected: a prompt of one token has no state that a draft would lack."""
+
+        class Nobody(Moving):
+            def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+                return None
+
+        request = generation_request("r", 1, 3)
+        for client, speculative in ((Nobody(Recorder(), ()), None), (Moving(Recorder(), ()), False)):
+            config = SpeculativeConfig(method="custom", speculator="-", num_speculative_tokens=1)
+            this = Engine(model, EngineConfig(slots=model.slots), config, client, FREE)
+            options = SpeculativeOptions(enabled=False) if speculative is False else SpeculativeOptions()
+            run = EngineRun().run(this, replace(request, speculative=options))
+            assert len(run.outputs["r"].tokens) == 3
+        served = serve(model, generation_request("s", 1, 1))
+        assert len(served.engine.outputs["s"].tokens) == 1
 
     @pytest.mark.parametrize("limit", [MAX_HIDDEN_STATES_SENT, 16])
     def test_after_a_hit_in_the_prefix_cache(self, limit: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

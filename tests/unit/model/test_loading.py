@@ -237,6 +237,11 @@ def test_a_cache_in_8_bits_takes_native_code(
         load(str(checkpoint), EngineConfig(slots=512, device=device, kv_cache_dtype="int8"))
 
 
+def test_a_gpu_has_tables_for_so_many_requests(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs is 600: on a GPU at most 512 requests run at once"):
+        load(str(checkpoint), EngineConfig(slots=512, device="cuda", max_num_seqs=600))
+
+
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = {
     "vocab_size": VOCABULARY,
