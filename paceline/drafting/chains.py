@@ -269,6 +269,9 @@ class Chains:
         padding = self._passes.cache.padding_slot
         for name, values in host.items():
             values.fill(padding if name in ("slots", "level_slots") else 0)
+        rows = len(host["tokens"])
+        host["groups"].fill(rows)
+        host["groups"][: rows // GROUP] = range(0, rows, GROUP)
         host["table"].fill(REQUESTS[-1])
         host["level_table"].fill(REQUESTS[-1])
         host["params"][0] = 1.0

@@ -440,8 +440,8 @@ MUTANTS = (
     Mutant(
         "padding rows write where masked columns point",
         "paceline/model/rows.py",
-        "[[0, 0, padding_slot]]",
-        "[[0, 0, NULL_SLOT]]",
+        "*[padding_slot] * padding",
+        "*[NULL_SLOT] * padding",
         ROWS,
     ),
     Mutant(
@@ -1606,8 +1606,8 @@ MUTANTS = (
     Mutant(
         "a graph of a draft is replayed with old positions",
         "paceline/drafting/chains.py",
-        "graph.inputs.upload()",
-        "self._graphs.get(graph.shape) or graph.inputs.upload()",
+        "        graph.inputs.upload()\n        if graph.states is not None:",
+        "        if graph.states is not None:",
         CHAINS,
     ),
     Mutant(
@@ -1634,8 +1634,8 @@ MUTANTS = (
     Mutant(
         "a request's row of the tables keeps the slots of the one before it",
         "paceline/drafting/chains.py",
-        "if self._holders[row] is not request:",
-        "if self._holders[row] is None:",
+        "if holders[row] is not request:",
+        "if holders[row] is None:",
         CHAINS,
     ),
     Mutant(
