@@ -33,6 +33,8 @@ REQUESTS = (1, 8, 32, 64)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12)
 WIDTH = 8
 """Most nodes of a request that a level expands."""
+MOST_GRAPHS = 32
+"""Graphs that are kept: each holds memory of the driver."""
 LEARNING_RATE = 0.1
 """Weight of one draft in the averages."""
 MOST_PAUSE = 3.0
@@ -89,6 +91,11 @@ def _averaged(average: float | None, new: float) -> float:
     return new if average is None else average + LEARNING_RATE * (new - average)
 
 
+def chain_memory(positions: int) -> int:
+    """Bytes of the tables of `Chains` over paths of as many positions."""
+    return (REQUESTS[-1] + 1) * positions * torch.int32.itemsize
+
+
 class _TableRows:
     """Whose path each row of the tables on the device has, and how much of it."""
 
@@ -139,6 +146,7 @@ class Chains:
         self._children = tree_width(self.network, self.limits)
         self._rows = _TableRows(longest, passes.cache.device)
         self._graphs: dict[ChainShape, tuple[ChainGraph, Callable[[], None]]] = {}
+        """At most `MOST_GRAPHS`, in the order of their last use."""
         self._depths = DepthChoice()
         self._clock = clock
         self._ended: float | None = None
@@ -172,6 +180,10 @@ class Chains:
         deepest = max(request.depth_limit for request in requests)
         shape = ChainShape(rows, count, self._depths.choose(rows, count, deepest))
         known = shape in self._graphs
+        if known:
+            self._graphs[shape] = self._graphs.pop(shape)  # now the last one
+        elif len(self._graphs) == MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]  # its last run is over: `download` waits
         graph, replay = self._graphs[shape] if known else (self._graph(shape), None)
         self._load(graph, requests, reversed(pool.free))
         if replay is None:
