@@ -24,7 +24,10 @@ import torch
 from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.config.engine_config import Quantization
 from paceline.drafting.auto_method import mtp_layer_names
+from paceline.drafting.chains import chain_memory
+from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.method_registry import UNPACKED, hidden_state_layers
+from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.gguf.gguf_config import GgufSettings
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
@@ -36,7 +39,7 @@ from paceline.model.gpu.memory import PassMemory
 from paceline.model.gpu.packed_matrix import packed_row_bytes
 from paceline.model.loading import dtype_of, outline
 from paceline.model.native.native_network import head_width
-from paceline.model.packed_checkpoint import packed_weight_bytes
+from paceline.model.packed_checkpoint import packed_weight_bytes, packing_of
 from paceline.model.rope import positions_in
 from paceline.model.target_weights import TargetWeights
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
@@ -46,6 +49,8 @@ log = logging.getLogger(__name__)
 FEWEST_SLOTS = 256
 LOGIT_COPIES = 4
 """Float32 copies of a pass's logits that a draw may hold on a CPU: scaled, filtered and with noise."""
+HEAD_LOGIT_COPIES = 2
+"""Float32 copies of logits that a head's drafts hold on a GPU. Noise is added to a shortlist alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +206,7 @@ def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype, device: torch.device) 
 def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> int:
     """Of the largest pass: logits, and a layer's products; on a GPU all that `PassMemory` counts."""
     rows, vocabulary, hidden = engine.max_num_batched_rows, int(config.vocab_size), int(config.hidden_size)
-    inner = getattr(config, "intermediate_size", None)
-    inner = inner if isinstance(inner, int) else 4 * hidden
-    device = torch.device(engine.device)
+    inner, device = _inner_size(config), torch.device(engine.device)
     if device.type == "cpu":
         return rows * (vocabulary * LOGIT_COPIES * 4 + (4 * hidden + 3 * inner) * dtype.itemsize)
     own = positions_in(config) or UNPLANNED_SLOTS
@@ -219,6 +222,12 @@ def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineCo
     )
     logits = rows * vocabulary * gpu_memory.LOGIT_COPIES * 4
     return logits + largest.total(by_kernel=gpu_memory.kernel_attends(heads, device))
+
+
+def _inner_size(config: Any) -> int:
+    """Of an MLP; four times the hidden size if the configuration names none."""
+    inner = getattr(config, "intermediate_size", None)
+    return inner if isinstance(inner, int) else 4 * int(config.hidden_size)
 
 
 def _planned_draft(
@@ -238,8 +247,9 @@ def draft_memory(
     """Of a speculator, and of the hidden states that its target keeps by slot.
 
     A head reads two matrices of its target if it is in a draft worker, or if ranks share the target, each of which has
-    only a part. `worker`: in a draft worker it also counts a pass of the target's. Raises
-    `CheckpointError` or `ModelNotFoundError`, for a class of the user's own as building it does.
+    only a part; on a GPU it has an embedding of its own beside a packed one. `worker`: in a draft worker it also counts
+    a pass of the target's. Raises `CheckpointError` or `ModelNotFoundError`, for a class of the user's own as building
+    it does.
     """
     none, row = WorkerMemory(), METHODS.get(speculation.method)
     if not speculation.enabled or row is None:
@@ -256,20 +266,55 @@ def draft_memory(
     head = _head_memory(speculation, target, engine) if row.kind == "head" else none
     if head.weights and (worker or engine.tensor_parallel_size > 1):
         head += WorkerMemory(2 * target.vocabulary_size * number)
+    elif head.bytes_per_slot and _is_packed_on_gpu(target, engine):  # heads without a cache read no embedding
+        head += WorkerMemory(target.vocabulary_size * number)
     if head.weights and worker:
         head += WorkerMemory(0, _activations(target.config, Heads.of(target.config), target.dtype, engine))
     return head, states
 
 
 def _head_memory(config: SpeculativeConfig, target: TargetWeights, engine: EngineConfig) -> WorkerMemory:
-    """The weights, packed if `engine` says so, and the cache. Raises `CheckpointError` or `ModelNotFoundError`."""
+    """The weights, packed if `engine` says so, the cache, and on a GPU what drafts take there. Raises `CheckpointError`
+    or `ModelNotFoundError`."""
     checkpoint = Checkpoint(target.folder if config.model is None else resolve_model(config.model))
     names = mtp_layer_names(checkpoint) if config.model is None else checkpoint.names
     size = target.dtype.itemsize
     is_packed = config.method not in UNPACKED and torch.device(engine.device).type == "cpu"
     packing = engine.quantization if is_packed else None
     weights = sum(_matrix_bytes(name, checkpoint.shape(name), packing, size) for name in names)
-    return WorkerMemory(weights, 0, cached_numbers(config.method, checkpoint.config, target.config.to_dict()) * size)
+    activations = _head_activations(config.method, checkpoint.config, target, torch.device(engine.device))
+    numbers = cached_numbers(config.method, checkpoint.config, target.config.to_dict())
+    return WorkerMemory(weights, activations, numbers * size)
+
+
+def _head_activations(method: str, config: Any, target: TargetWeights, device: torch.device) -> int:
+    """On a GPU: logits, and for a head with a cache its largest pass and the slot tables of `Chains`. On a CPU nothing
+    is counted. `config`: keys of the head's config.json."""
+    if device.type == "cpu":
+        return 0
+    logits = MAX_ROWS * target.vocabulary_size * HEAD_LOGIT_COPIES * 4
+    layers = _cached_layers(method, shape := _head_shape(config, target.config.to_dict()))
+    if not layers:
+        return logits
+    heads, positions = Heads.of(shape), target.max_model_len
+    largest = PassMemory(
+        rows=PREFILL_ROWS + MAX_ROWS,
+        positions=positions,
+        rotary_positions=positions,
+        layers=layers,
+        hidden=int(shape.hidden_size),
+        inner=_inner_size(shape),
+        heads=heads,
+        dtype=target.dtype,
+    )
+    return logits + largest.total(by_kernel=gpu_memory.kernel_attends(heads, device)) + chain_memory(positions)
+
+
+def _is_packed_on_gpu(target: TargetWeights, engine: EngineConfig) -> bool:
+    """Whether the target's matrices stay packed on a GPU. Then `PackedModel.embedding` makes a copy for a head."""
+    if torch.device(engine.device).type == "cpu":
+        return False
+    return packed_config(str(target.folder), engine) is not None or packing_of(target.folder, engine) is not None
 
 
 def _matrix_bytes(name: str, shape: Sequence[int], packing: Quantization | None, size: int) -> int:
@@ -284,13 +329,25 @@ def _matrix_bytes(name: str, shape: Sequence[int], packing: Quantization | None,
 def cached_numbers(method: str, config: Any, target: dict[str, Any]) -> int:
     """Numbers in a slot of a draft's KV cache, in heads as wide as native code wants them. Keys missing in its
     config.json are those of the target."""
-    cached_layers = METHODS[method].cached_layers
-    if cached_layers == "none":
+    shape = _head_shape(config, target)
+    if not (layers := _cached_layers(method, shape)):
         return 0
+    heads = Heads.of(shape)
+    return layers * 2 * heads.kv_heads * head_width(heads)
+
+
+def _head_shape(config: Any, target: dict[str, Any]) -> SimpleNamespace:
+    """The settings of a draft's layers, those of the target where it has none."""
     settings = config.get("transformer_layer_config") or config.get("text_config") or config
     shape = {**target, **settings}
     if "head_dim" not in settings and "hidden_size" in settings:
         shape.pop("head_dim", None)
-    heads = Heads.of(SimpleNamespace(**shape))
-    layers = int(shape["num_hidden_layers"]) if cached_layers == "all" else 1
-    return layers * 2 * heads.kv_heads * head_width(heads)
+    return SimpleNamespace(**shape)
+
+
+def _cached_layers(method: str, shape: SimpleNamespace) -> int:
+    """How many of a draft's layers have a KV cache."""
+    cached = METHODS[method].cached_layers
+    if cached == "none":
+        return 0
+    return int(shape.num_hidden_layers) if cached == "all" else 1

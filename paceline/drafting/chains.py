@@ -37,6 +37,8 @@ REQUESTS = (1, 8, 32, 64)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12)
 WIDTH = 8
 """Most nodes of a request that a level expands."""
+MOST_GRAPHS = 32
+"""Graphs that are kept: each holds memory of the driver."""
 LEARNING_RATE = 0.1
 """Weight of one draft in the averages."""
 MOST_PAUSE = 3.0
@@ -93,6 +95,11 @@ def _averaged(average: float | None, new: float) -> float:
     return new if average is None else average + LEARNING_RATE * (new - average)
 
 
+def chain_memory(positions: int) -> int:
+    """Bytes of the tables of `Chains` over paths of as many positions."""
+    return (REQUESTS[-1] + 1) * positions * torch.int32.itemsize
+
+
 class _TableRows:
     """Whose path each row of the tables on the device has, and how much of it."""
 
@@ -145,6 +152,7 @@ class Chains:
         self._children = tree_width(self.network, self.limits)
         self._rows = _TableRows(longest, passes.cache.device)
         self._graphs: dict[ChainShape, tuple[ChainGraph, Callable[[], None]]] = {}
+        """At most `MOST_GRAPHS`, in the order of their last use."""
         self._depths = DepthChoice()
         self._clock = clock
         self._ended: float | None = None
@@ -182,7 +190,11 @@ class Chains:
         deepest = max(request.depth_limit for request in requests)
         shape = ChainShape(rows, count, self._depths.choose(rows, count, deepest))
         known = shape in self._graphs
-        if not known:
+        if known:
+            self._graphs[shape] = self._graphs.pop(shape)  # now the last one
+        else:
+            if len(self._graphs) == MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]  # its last run is over: `download` waits
             try:
                 self._graphs[shape] = self._captured(shape)
             except Exception as error:  # noqa: BLE001 - Triton and CUDA raise errors of many kinds

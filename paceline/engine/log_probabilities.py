@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import log_softmax
+from paceline.core.upload import upload
 from paceline.engine.host_copy import HostCopy
 from paceline.messages import Delta, LogProbs
-from paceline.model.rows import device_integers
 
 DELTAS_AT_ONCE = 16
 """Each of their rows takes several numbers for every token of the vocabulary."""
@@ -36,22 +36,24 @@ class StartedLogProbs:
         log_probs_RV = log_softmax(logits_RV)
         rows, vocabulary = log_probs_RV.shape
         device = log_probs_RV.device
-        tokens_R1 = device_integers(tokens, device)[:, None]
+        tokens_R, listed_K = upload(device, tokens, listed)
+        tokens_R1 = tokens_R.long()[:, None]
         chosen_R1 = log_probs_RV.gather(-1, tokens_R1)
         ids_V = torch.arange(vocabulary, device=device)
         before_RV = (log_probs_RV > chosen_R1) | ((log_probs_RV == chosen_R1) & (ids_V < tokens_R1))
         if listed:
-            ids_RK = device_integers(listed, device).expand(rows, -1)
+            ids_RK = listed_K.long().expand(rows, -1)
         else:
             ids_RK = _largest(log_probs_RV, min(top, vocabulary))
         values_RK = log_probs_RV.gather(-1, ids_RK)
-        self._copy = HostCopy(chosen_R1[:, 0], before_RV.sum(-1), ids_RK.contiguous(), values_RK)
+        parts = chosen_R1, before_RV.sum(-1, keepdim=True), ids_RK, values_RK
+        self._copy = HostCopy(torch.cat([part.double() for part in parts], -1))
 
     def read(self) -> list[LogProbs]:
-        columns = [each.tolist() for each in self._copy.read()]
+        [found_RN] = self._copy.read()
         return [
-            LogProbs(chosen, list(zip(ids, values, strict=True)), 1 + before)
-            for chosen, before, ids, values in zip(*columns, strict=True)
+            LogProbs(chosen, [*zip(map(int, top[: len(top) // 2]), top[len(top) // 2 :], strict=True)], 1 + int(before))
+            for chosen, before, *top in found_RN.tolist()
         ]
 
 

@@ -22,16 +22,20 @@ from paceline import memory_plan
 from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.config import UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
+from paceline.drafting.chains import REQUESTS, _TableRows, chain_memory
+from paceline.drafting.draw_prediction import MAX_ROWS
+from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.llm import LLM
-from paceline.memory_plan import WorkerMemory, model_memory, plan_memory
+from paceline.memory_plan import WorkerMemory, draft_memory, model_memory, plan_memory
 from paceline.model import device_memory, load, network_factory
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.gpu import memory as gpu_memory
-from paceline.model.gpu.memory import MOST_TABLES
+from paceline.model.gpu.memory import MOST_TABLES, PassMemory
 from paceline.model.loading import outline
 from paceline.model.model import TransformersModel
 from paceline.model.target_weights import load_target_weights
 from tests.helpers.checkpoints import change_config, save_checkpoint, save_tokenizer
+from tests.helpers.gguf_files import tiny_config, write_gguf
 from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head
 from tests.helpers.head_checkpoints import save_target as save_small_target
 
@@ -266,6 +270,68 @@ def test_copies_that_torch_makes_are_planned_where_torch_attends(target: Path, m
     monkeypatch.delenv("PACELINE_ATTENTION")
     monkeypatch.setattr(gpu_memory, "triton_compiles", lambda: False)
     assert activations(500) - activations(100) == 400 * scores
+
+
+def head_need(folder: Path, engine: EngineConfig, speculation: SpeculativeConfig, **where: bool) -> WorkerMemory:
+    """Of a head alone."""
+    target = load_target_weights(str(folder), torch.float32, "cpu", 300)
+    return draft_memory(speculation, engine, target, **where)[0]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with Triton."""
+    monkeypatch.setattr("paceline.model.loading.use_device", torch.device)
+    for module in ("gpu.memory", "packed_model"):
+        monkeypatch.setattr(f"paceline.model.{module}.triton_compiles", lambda: True)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_head_on_a_gpu_takes_a_pass_of_its_own_shape(target: Path, tmp_path: Path) -> None:
+    """Beside logits and the tables of its graphs."""
+    h = 128  # the target's hidden size is 64
+    head = save_head(tmp_path, eagle3_tensors(h=h), llama_config(h))
+    speculation = SpeculativeConfig(model=str(head), method="eagle3")
+    on_cpu, on_gpu = (head_need(target, EngineConfig(device=device), speculation) for device in ("cpu", "cuda"))
+    weights = load_target_weights(str(target), None, "cpu")
+    heads = Heads.of(LlamaConfig(**llama_config(h)))
+    inner = llama_config()["intermediate_size"]
+    rows = MAX_ROWS + PREFILL_ROWS
+    largest = PassMemory(rows, 300, 300, 1, h, inner, heads, weights.dtype).total(by_kernel=True)
+    tables = (REQUESTS[-1] + 1) * 300 * 4
+    assert tables == chain_memory(300) == _TableRows(300, torch.device("cpu")).tables.nbytes
+    assert on_cpu.activations == 0
+    assert on_gpu.activations == largest + tables + MAX_ROWS * weights.vocabulary_size * 4 * 2
+    assert (on_gpu.weights, on_gpu.bytes_per_slot) == (on_cpu.weights, on_cpu.bytes_per_slot)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_head_without_a_cache_takes_logits_alone(target: Path, tmp_path: Path) -> None:
+    head = save_head(tmp_path, {"0.0.linear.weight": torch.zeros(64, 64)}, {"medusa_num_heads": 1})
+    speculation = SpeculativeConfig(model=str(head), method="medusa")
+    vocabulary = load_target_weights(str(target), None, "cpu").vocabulary_size
+    assert head_need(target, EngineConfig(device="cuda"), speculation).activations == MAX_ROWS * vocabulary * 4 * 2
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("packing", ["in a file", "chosen"])
+def test_a_head_beside_a_packed_target_has_an_embedding(
+    target: Path, draft: SpeculativeConfig, tmp_path: Path, packing: str
+) -> None:
+    """In the target's process. A draft worker has both matrices of the target anyway."""
+    if packing == "in a file":
+        model, engine = tmp_path / "model.gguf", EngineConfig(device="cuda")
+        write_gguf(model, tiny_config("llama", num_hidden_layers=8), "Q8_0")
+    else:
+        model, engine = target, EngineConfig(device="cuda", quantization="q8_0")
+    embedding = load_target_weights(str(model), torch.float32, "cpu").embedding()
+
+    def weights(folder: Path, engine: EngineConfig, **where: bool) -> int:
+        return head_need(folder, engine, draft, **where).weights
+
+    stored = weights(target, EngineConfig(device="cuda"))
+    assert weights(model, engine) == stored + embedding.nbytes
+    assert weights(model, engine, worker=True) == stored + 2 * embedding.nbytes
 
 
 def test_a_head_reads_both_matrices_of_a_target_that_ranks_share(target: Path, draft: SpeculativeConfig) -> None:

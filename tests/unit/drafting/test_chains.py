@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.drafting import build_speculator
+from paceline.drafting import build_speculator, chains
 from paceline.drafting.best_first import BestFirst, ModelNetwork
 from paceline.drafting.chain_graph import ChainGraph, ChainShape
 from paceline.drafting.chains import DEPTHS, REQUESTS, WIDTH, Chains, DepthChoice, _TableRows, fastest_way
@@ -235,6 +235,25 @@ def test_few_free_slots_are_no_reason_to_draft_nothing(tmp_path: Path) -> None:
     graphs.check_integrity()  # type: ignore[attr-defined]
 
 
+def test_the_graph_that_was_used_longest_ago_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes back is made again, and guesses what it guessed."""
+    monkeypatch.setattr(chains, "MOST_GRAPHS", 2)
+    speculator: Any = graphs_of("eagle3", tmp_path, recorded=True)
+    depths, guesses = [], []
+    for key, depth in enumerate((2, 3, 2, 4, 3, 4, 2)):
+        monkeypatch.setattr(speculator._way._depths, "choose", lambda *_, depth=depth: depth)
+        request = Feeding(speculator, NETWORK, prompt_of(7), depth=depth, key=key)
+        request.tell()
+        request.grow()
+        depths.append([shape.depth for shape in speculator._way._graphs])
+        guesses.append(request.guesses())
+        speculator.close(key)
+    assert depths == [[2], [2, 3], [3, 2], [2, 4], [4, 3], [3, 4], [4, 2]]
+    for first, again in ((0, 2), (0, 6), (1, 4), (3, 5)):
+        assert guesses[first] == guesses[again]
+    assert max(map(len, guesses)) == 2 + 4 + 8 + 16
+
+
 class TestDepth:
     SHAPE = ChainShape(8, 1, 5)
 
@@ -417,8 +436,12 @@ def test_a_level_of_eagle3_is_fifteen_kernels(tmp_path: Path, monkeypatch: pytes
 def test_rows_of_the_tables_go_to_the_requests_that_draft() -> None:
     """One more than there are rows: the last one gets the first one's, which gets another one when it comes back."""
     rows = _TableRows(8, torch.device("cpu"))
+
+    class Request(SimpleNamespace):
+        """What a request is weakly referred to by."""
+
     requests: list[Any] = [
-        SimpleNamespace(slot_table=SlotTable(range(n, n + 6)), computed=5) for n in range(1, REQUESTS[-1] + 2)
+        Request(slot_table=SlotTable(range(n, n + 6)), computed=5) for n in range(1, REQUESTS[-1] + 2)
     ]
     taken = [rows.take([request])[0] for request in requests]
     assert sorted(taken[:-1]) == list(range(REQUESTS[-1]))
