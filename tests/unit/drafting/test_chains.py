@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.drafting import build_speculator
@@ -33,11 +32,11 @@ from paceline.model.attention import KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.paged_pass import PagedPass
-from paceline.model.gpu.paths import RowPaths
 from paceline.model.loading import build as build_model
 from paceline.model.rows import SlotTable
 from tests.helpers import gpu_kernels
 from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.counted_kernels import Counting, FusedKernels
 from tests.helpers.device_passes import use_device_passes, use_torch
 from tests.helpers.engine_runs import EngineRun
 from tests.helpers.head_methods import NETWORK, build_head, save_method, target_weights
@@ -286,50 +285,6 @@ def test_no_token_changes() -> None:
     assert runs[1].outputs == runs[0].outputs
     assert speculator._way._graphs
     assert runs[1].accepted > 40
-
-
-NO_KERNELS = ("chunk", "empty", "flatten", "new_empty", "reshape", "unflatten")
-
-
-class Counting(TorchDispatchMode):
-    """Counts operators that start kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.kernels += not function.is_view and function.overloadpacket.__name__ not in NO_KERNELS
-        return function(*args, **(kwargs or {}))
-
-
-class FusedKernels:
-    """One operator for each kernel of a GPU."""
-
-    @staticmethod
-    def plan(paths: RowPaths) -> Tensor:
-        return paths.groups.clone()
-
-    @staticmethod
-    def attend(query: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Two kernels."""
-        return query.clone().clone().flatten(1)
-
-    @staticmethod
-    def add_norm(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-        return (x, x) if added is weight is None else (x, x.clone())
-
-    @staticmethod
-    def join(tokens: Tensor, embedding: Tensor, states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return states, torch.cat((states, states), 1)
-
-    @staticmethod
-    def rotate_and_store(projected: Tensor, *given: Any) -> Tensor:
-        return projected[:, : -given[4].shape[1]].clone()
-
-    @staticmethod
-    def silu_times(x: Tensor) -> Tensor:
-        return x[:, : x.shape[1] // 2].clone()
 
 
 class FusedDraws:
