@@ -53,12 +53,18 @@ HOT = SamplingParams(temperature=0.8, seed=11)
 LAWS = (SamplingParams(temperature=0.0), HOT, SamplingParams(temperature=1.0, seed=5, top_k=12, top_p=0.9, min_p=0.01))
 
 
-def build(method: str, folder: Path, **settings: Any) -> Speculator:
+def build_drafts(method: str, folder: Path, config: EngineConfig, **settings: Any) -> Speculator:
+    """On the configuration's device, in its dtype."""
     if method != "draft_model":
-        return build_head(save_method(folder, method), method, **settings)
+        target = build_model(peaked_llama(), "target", config, "", []).target_weights()
+        return build_head(save_method(folder, method), method, target, slots=config.slot_count, **settings)
     options = {"num_speculative_tokens": 4, "tree_width": 2, "least_path_probability": 0} | settings
-    config = SpeculativeConfig(method=method, model=str(save_checkpoint(folder)), **options)  # type: ignore[arg-type]
-    return build_speculator(config, EngineConfig(slots=1024), lambda: None)  # type: ignore[arg-type, return-value]
+    speculation = SpeculativeConfig(method=method, model=str(save_checkpoint(folder)), **options)
+    return build_speculator(speculation, config, lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def build(method: str, folder: Path, *, slots: int = 1024, **settings: Any) -> Speculator:
+    return build_drafts(method, folder, EngineConfig(slots=slots), **settings)
 
 
 @pytest.fixture(params=METHODS)
@@ -71,10 +77,15 @@ def graphs_of(method: str, folder: Path, *, recorded: bool = False, **settings: 
     with pytest.MonkeyPatch.context() as patch:
         use_device_passes(patch, recorded=recorded)
         speculator: Any = build(method, folder / "graphs", **settings)
+    draft_as_deep_as_allowed(speculator)
+    return speculator  # type: ignore[no-any-return]
+
+
+def draft_as_deep_as_allowed(speculator: Any) -> None:
+    """By a clock for which graphs take no time."""
     assert isinstance(speculator._way, Chains)
     ticks = itertools.cycle((1.0, 1e-6))  # before a draft, and during it
     speculator._way._clock = itertools.accumulate(ticks).__next__
-    return speculator  # type: ignore[no-any-return]
 
 
 def host_of(method: str, folder: Path, **settings: Any) -> Speculator:

@@ -46,9 +46,13 @@ def main() -> None:
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": summed_in_order})
     cases: list[tuple[int, int, dict[str, Any]]] = [(16, 3, {}), (48, 12, {"sinks": True}), (16, 1, {"window": 100})]
     attended = [attention(*case) for case in [*cases, (16, 2, {"softcap": 0.7})]]
-    layers = [add_norm(), join(), rotate_and_store(), silu_times(), write_tables()]
     chained = [chain(*case) for case in ((1, 8), (8, 1), (3, 8))]
-    print(json.dumps({"attention": attended, "chains": chained, "layers": layers, "refused": refused()}))
+    print(json.dumps({"attention": attended, "chains": chained, "layers": layer_cases(), "refused": refused()}))
+
+
+def layer_cases() -> list[dict[str, Any]]:
+    """On torch's default device."""
+    return [add_norm(), join(), rotate_and_store(), silu_times(), write_tables()]
 
 
 def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +196,9 @@ def refused() -> list[dict[str, Any]]:
     heads, integers = torch.randn(4, 8, 16)[:, :5], torch.arange(4)
     calls: dict[str, Callable[[], Any]] = {
         "add_norm": lambda: triton_kernels.add_norm(apart, None, weight, 1e-5),
-        "join": lambda: triton_kernels.join(integers, torch.randn(4, 48), apart, weight, weight, 1e-5, norms_residual=False),
+        "join": lambda: triton_kernels.join(
+            integers, torch.randn(4, 48), apart, weight, weight, 1e-5, norms_residual=False
+        ),
         "rotate_and_store": lambda: triton_kernels.rotate_and_store(
             heads, integers, integers, table, table, torch.zeros(8, 2, 16), None, 1e-5
         ),
