@@ -40,7 +40,7 @@ class ReceivedStream(HttpCompletion):
 
     def feed(self, line: str, when: float = 0.0) -> None:
         """Add one line of the event stream, received at `when`. Raises `StreamError`."""
-        if not line:
+        if not line or line.startswith(":"):  # a comment, as gateways send to keep a quiet stream open
             return
         if line.startswith("id:"):
             self._next_id = line.removeprefix("id:").strip()

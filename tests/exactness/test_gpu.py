@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,17 @@ from paceline.model.model_loader import load
 from paceline.model.row_probe import PROBED_COUNTS, is_row_invariant
 from paceline.model.rows import TILE, Row, SlotTable
 from paceline.model.torch_attention import TORCH, find_kernels
+from tests.helpers.head_methods import NETWORK
+from tests.unit.drafting.drafting_formulas import prompt_of
+from tests.unit.drafting.feeding import Feeding
+from tests.unit.drafting.test_chains import (
+    LAWS,
+    METHODS,
+    TOLERANCES,
+    build_drafts,
+    draft_as_deep_as_allowed,
+    rounds,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,8 +134,54 @@ def test_a_pass_does_not_wait_for_the_gpu(way: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_kernels_of_layers_compute_what_torchs_operators_do() -> None:
+    from tests.unit.model import triton_cases
+
+    with torch.device(GPU):
+        for case in triton_cases.layer_cases():
+            assert case["error"] < 1e-4, case
+
+
+def test_kernels_predict_and_choose_as_torchs_operators_do() -> None:
+    from tests.unit.drafting import draw_cases
+
+    with torch.device(GPU):
+        assert [case["case"] for case in draw_cases.compared_cases() if not case["same"]] == []
+
+
+@pytest.mark.parametrize("sampling", LAWS)
+@pytest.mark.parametrize("method", METHODS)
+def test_graphs_guess_what_drafting_from_the_host_does(
+    method: str, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In float32, for two requests: the second one replays the first one's graphs."""
+    config = EngineConfig(slots=1024, device=GPU, dtype="float32")
+    graphs = build_drafts(method, tmp_path / "graphs", config)
+    draft_as_deep_as_allowed(graphs)
+    monkeypatch.setenv("PACELINE_CUDA_GRAPHS", "0")
+    host = build_drafts(method, tmp_path / "host", config)
+    counts = []
+    for key in (1, 2):
+        ours, theirs = (
+            Feeding(each, NETWORK, prompt_of(20), key=key, sampling=sampling, depth=4) for each in (graphs, host)
+        )
+        for _ in rounds(ours, theirs):
+            assert ours.guesses() == pytest.approx(theirs.guesses(), abs=TOLERANCES.get(method, 1e-3))
+        graphs.check_integrity()  # type: ignore[attr-defined]
+        counts.append(len(graphs._way._graphs))  # type: ignore[attr-defined]
+    assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", [{"method": "ngram"}, {"method": "draft_model", "model": DRAFT}])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"method": "ngram"},
+        {"method": "draft_model", "model": DRAFT},
+        {"method": "eagle3", "model": family.HEADS["eagle3"]},
+    ],
+    ids=lambda method: method["method"],
+)
 def test_drafts_change_no_token(method: dict[str, Any], temperature: float, way_of_a_kernel: str) -> None:
     llm = LLM(TARGET, engine_config=ENGINE, speculative_config={**method, "draft_placement": "target"})
     sampling = SamplingParams(temperature=temperature, seed=3, max_tokens=96)
@@ -131,4 +189,6 @@ def test_drafts_change_no_token(method: dict[str, Any], temperature: float, way_
     plain = llm.generate(prompts, sampling, speculative=False)
     drafted = llm.generate(prompts, sampling)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain], way_of_a_kernel
-    assert sum(sum(each.speculation.accepted_by_depth) for each in drafted) > 0
+    accepted = [sum(each) for each in zip(*(each.speculation.accepted_by_depth for each in drafted), strict=False)]
+    assert accepted[0] > 0
+    assert method["method"] != "eagle3" or accepted[1] > 0, "the head's own features feed the second level"

@@ -592,6 +592,13 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
+        "a chain's plan leaves out requests that end before the last level",
+        "paceline/drafting/chain_graph.py",
+        'inputs["level_seen"].amax(0)',
+        'inputs["level_seen"][-1]',
+        TRITON,
+    ),
+    Mutant(
         "a CUDA graph is replayed with the positions of an earlier pass",
         "paceline/model/gpu/pass_graphs.py",
         "        self._inputs[size].load(rows,",

@@ -33,6 +33,8 @@ SMALLEST_DOT = 16
 """Rows and columns of the smallest product that Triton has."""
 MOST_HEADS = 8
 """Query heads of a program, each with GROUP rows."""
+MOST_NUMBERS = 4096
+"""Of the result of a program. With twice as many, registers are spilled by 4, 8 and 16 warps (an H100's)."""
 EXACT = {"enable_fp_fusion": False}
 
 
@@ -68,9 +70,9 @@ def attend(
     rows, heads, size = query.shape
     kv_heads, groups = data.shape[1] // 2, len(paths.groups) - 1
     queries_per_kv = heads // kv_heads
-    chunk = min(MOST_HEADS, triton.next_power_of_2(queries_per_kv))
-    chunks = triton.cdiv(queries_per_kv, chunk)
     padded = max(SMALLEST_DOT, triton.next_power_of_2(size))
+    chunk = min(MOST_HEADS, MOST_NUMBERS // (GROUP * padded), triton.next_power_of_2(queries_per_kv))
+    chunks = triton.cdiv(queries_per_kv, chunk)
     items = max(MOST_ITEMS, groups)
     results = torch.empty(items * GROUP + rows, heads, size, dtype=torch.float32, device=query.device)
     stats = torch.empty(items * GROUP + rows, heads, 2, dtype=torch.float32, device=query.device)
@@ -81,7 +83,7 @@ def attend(
         _attend, (rows + PREFIX_PROGRAMS, kv_heads, chunks),
         query, data, *paths, plan, results, stats, scale, softcap, window, rows, groups, items * GROUP,
         *query.stride()[:2], *data.stride()[:2], paths.tables.stride(0),
-        CAPPED=softcap != 0.0, **shape, **order, **EXACT, num_warps=max(4, padded // 16),
+        CAPPED=softcap != 0.0, **shape, **order, **EXACT, num_warps=4 if padded <= 64 else 8,
     )  # fmt: skip
     launch(
         _merge, (rows, kv_heads, chunks),

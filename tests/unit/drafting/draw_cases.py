@@ -61,6 +61,7 @@ def main() -> None:
 
 
 def compared_cases() -> list[dict[str, Any]]:
+    """On torch's default device."""
     cases = [prediction(*given) for given in ((50, 1, True), (1100, 3, False))]
     cases += [choice(*given) for given in ((1, 8, 3, 1030), (3, 4, 1, 0), (2, 1, 1, 30))]
     return cases
@@ -82,7 +83,7 @@ def prediction(columns: int, children: int, mapped: bool) -> dict[str, Any]:
         logits = torch.stack([torch.randperm(columns) / 8 for _ in range(rows)]).bfloat16()
     ids = torch.randperm(5000)[:columns].sort().values if mapped else None
     keys = torch.tensor([divmod(position_key(law.seed or 0, 7 + n), 2**32) for n, law in enumerate(LAWS)])
-    params = torch.from_numpy(device_draws.draw_params(LAWS)).contiguous()
+    params = torch.tensor(device_draws.draw_params(LAWS))
     results = []
     for draws in (device_draws, draw_kernels):
         tokens = torch.zeros(rows, children, dtype=torch.int64)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.drafting import build_speculator, chains
@@ -33,11 +32,11 @@ from paceline.model.attention import KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.paged_pass import PagedPass
-from paceline.model.gpu.paths import RowPaths
 from paceline.model.loading import build as build_model
 from paceline.model.rows import SlotTable
 from tests.helpers import gpu_kernels
 from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.counted_kernels import Counting, FusedKernels
 from tests.helpers.device_passes import use_device_passes, use_torch
 from tests.helpers.engine_runs import EngineRun
 from tests.helpers.head_methods import NETWORK, build_head, save_method, target_weights
@@ -54,12 +53,18 @@ HOT = SamplingParams(temperature=0.8, seed=11)
 LAWS = (SamplingParams(temperature=0.0), HOT, SamplingParams(temperature=1.0, seed=5, top_k=12, top_p=0.9, min_p=0.01))
 
 
-def build(method: str, folder: Path, **settings: Any) -> Speculator:
+def build_drafts(method: str, folder: Path, config: EngineConfig, **settings: Any) -> Speculator:
+    """On the configuration's device, in its dtype."""
     if method != "draft_model":
-        return build_head(save_method(folder, method), method, **settings)
+        target = build_model(peaked_llama(), "target", config, "", []).target_weights()
+        return build_head(save_method(folder, method), method, target, slots=config.slot_count, **settings)
     options = {"num_speculative_tokens": 4, "tree_width": 2, "least_path_probability": 0} | settings
-    config = SpeculativeConfig(method=method, model=str(save_checkpoint(folder)), **options)  # type: ignore[arg-type]
-    return build_speculator(config, EngineConfig(slots=1024), lambda: None)  # type: ignore[arg-type, return-value]
+    speculation = SpeculativeConfig(method=method, model=str(save_checkpoint(folder)), **options)
+    return build_speculator(speculation, config, lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def build(method: str, folder: Path, *, slots: int = 1024, **settings: Any) -> Speculator:
+    return build_drafts(method, folder, EngineConfig(slots=slots), **settings)
 
 
 @pytest.fixture(params=METHODS)
@@ -72,10 +77,15 @@ def graphs_of(method: str, folder: Path, *, recorded: bool = False, **settings: 
     with pytest.MonkeyPatch.context() as patch:
         use_device_passes(patch, recorded=recorded)
         speculator: Any = build(method, folder / "graphs", **settings)
+    draft_as_deep_as_allowed(speculator)
+    return speculator  # type: ignore[no-any-return]
+
+
+def draft_as_deep_as_allowed(speculator: Any) -> None:
+    """By a clock for which graphs take no time."""
     assert isinstance(speculator._way, Chains)
     ticks = itertools.cycle((1.0, 1e-6))  # before a draft, and during it
     speculator._way._clock = itertools.accumulate(ticks).__next__
-    return speculator  # type: ignore[no-any-return]
 
 
 def host_of(method: str, folder: Path, **settings: Any) -> Speculator:
@@ -329,50 +339,6 @@ def test_drafts_go_on_level_by_level_where_no_graph_can_be_made(caplog: pytest.L
     assert runs[0].outputs == runs[1].outputs
     assert runs[0].accepted == runs[1].accepted > 0
     assert caplog.text.count("level by level, and not as one graph: out of memory") == 1
-
-
-NO_KERNELS = ("chunk", "empty", "flatten", "new_empty", "reshape", "unflatten")
-
-
-class Counting(TorchDispatchMode):
-    """Counts operators that start kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.kernels += not function.is_view and function.overloadpacket.__name__ not in NO_KERNELS
-        return function(*args, **(kwargs or {}))
-
-
-class FusedKernels:
-    """One operator for each kernel of a GPU."""
-
-    @staticmethod
-    def plan(paths: RowPaths) -> Tensor:
-        return paths.groups.clone()
-
-    @staticmethod
-    def attend(query: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Two kernels."""
-        return query.clone().clone().flatten(1)
-
-    @staticmethod
-    def add_norm(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-        return (x, x) if added is weight is None else (x, x.clone())
-
-    @staticmethod
-    def join(tokens: Tensor, embedding: Tensor, states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return states, torch.cat((states, states), 1)
-
-    @staticmethod
-    def rotate_and_store(projected: Tensor, *given: Any) -> Tensor:
-        return projected[:, : -given[4].shape[1]].clone()
-
-    @staticmethod
-    def silu_times(x: Tensor) -> Tensor:
-        return x[:, : x.shape[1] // 2].clone()
 
 
 class FusedDraws:

@@ -20,7 +20,7 @@ from paceline.model.gpu.memory import GRAPH_ROWS, MOST_TABLES
 from paceline.model.gpu.paged_pass import PagedPass, PassInput
 from paceline.model.gpu.pass_graphs import Outputs, PassGraphs
 from paceline.model.gpu.paths import DeviceTables, grouped
-from paceline.model.layer_weights import RotaryTables
+from paceline.model.layer_weights import LayerWeights, RotaryTables
 from paceline.model.layers import TorchNetwork
 from paceline.model.loading import build
 from paceline.model.native.native_library import NativeLibrary
@@ -29,6 +29,7 @@ from paceline.model.rows import GROUP, TILE, Row, SlotTable
 from paceline.model.torch_attention import TorchAttention, attend_once, find_kernels
 from tests.exactness.test_rows import network
 from tests.helpers import gpu_kernels
+from tests.helpers.counted_kernels import Counting, FusedKernels
 from tests.helpers.gpu_kernels import capture, use_stand_ins
 from tests.helpers.row_paths import random_rows
 
@@ -309,3 +310,25 @@ def test_graphs_of_ranks_have_their_sums(monkeypatch: pytest.MonkeyPatch) -> Non
             _, tapped = by.run(rows[start : start + 4], [], [len(layers)])
         states.append(tapped)
     torch.testing.assert_close(*states)
+
+
+def test_a_layer_is_ten_kernels() -> None:
+    """Two norms, four products, rotary embedding and store, attention and its merge, and the activation. On tensors
+    without numbers, so nothing waits for one."""
+    meta = torch.device("meta")
+
+    def kernels_of(count: int) -> int:
+        matrix, half, norm = (torch.zeros(*shape, device=meta) for shape in ((128, 128), (64, 128), (128,)))
+        weights = LayerWeights(matrix, half, half, *[matrix] * 4, input_norm=norm, inner_norm=norm)
+        cache = KVCache(count, 50, Heads(2, 2, 32), torch.float32, meta)
+        attention = TorchAttention(cache, 64, FusedKernels)
+        rotary = RotaryTables(*torch.zeros(2, 64, 16, device=meta))
+        options = {"hidden": 128, "eps": 1e-5, "scale": 0.1, "embedding": matrix, "norm": norm}
+        network = TorchNetwork([weights] * count, cache.heads, attention, rotary, **options)
+        this = PassInput(DeviceTables(1, 64, meta), 8, 0, 1).start(cache, FusedKernels)
+        with torch.inference_mode(), Counting() as counting:
+            outputs = network.forward(this)
+        assert len(outputs) == count + 2
+        return counting.kernels
+
+    assert kernels_of(3) - kernels_of(2) == 10

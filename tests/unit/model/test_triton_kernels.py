@@ -31,13 +31,25 @@ def cases() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_kernels_compute_what_torchs_operators_do() -> None:
-    assert [len(kind) for kind in cases().values()] == [4, 5]
-    for case in [*cases()["attention"], *cases()["layers"]]:
+    assert {kind: len(found) for kind, found in cases().items()} == {
+        **{"attention": 4, "chains": 3, "layers": 5},
+        "refused": 4,
+    }
+    for case in [*cases()["attention"], *cases()["chains"], *cases()["layers"]]:
         assert case["error"] < 1e-5, case
 
 
 def test_a_row_attends_alike_alone_in_other_company_and_by_one_program() -> None:
     assert [case["case"] for case in cases()["attention"] if not case["same"]] == []
+
+
+def test_a_node_of_a_chain_attends_as_in_a_pass_of_its_own() -> None:
+    """By one plan for all levels."""
+    assert [case["case"] for case in cases()["chains"] if not case["same"]] == []
+
+
+def test_rows_that_are_apart_in_memory_are_refused() -> None:
+    assert [case["case"] for case in cases()["refused"] if not case["refused"]] == []
 
 
 SIZE, KV_HEADS, QUERIES = 128, 8, 32
@@ -80,9 +92,23 @@ def test_an_h100_runs_them_without_spills(launches: dict[str, list[Launch]], tmp
         assert bool(made[0].products) == (name == "_attend")
 
 
-def test_a_layer_is_ten_kernels(launches: dict[str, list[Launch]]) -> None:
-    """Two norms and four products besides."""
-    for_each_pass = ("_plan", "_write_tables", "_join")
+def test_attention_is_two_kernels_and_each_other_step_one(launches: dict[str, list[Launch]]) -> None:
+    """As `tests.helpers.counted_kernels.FusedKernels` has them, by which a layer's kernels are counted."""
     assert {name: len(found) for name, found in launches.items()} == dict.fromkeys(launches, 2)
-    ours = [name for name in launches if name not in for_each_pass]
-    assert len(ours) + 1 + 4 == 10, "the second norm is a second launch"
+
+
+@pytest.mark.parametrize(("queries", "kv_heads", "size"), [(64, 8, 128), (8, 4, 256), (16, 4, 256), (16, 2, 64)])
+def test_attention_of_other_heads_does_not_spill(
+    queries: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from paceline.model.gpu import attention_kernels
+
+    found: list[Launch] = []
+    monkeypatch.setattr(attention_kernels, "_attend", RecordedKernel(attention_kernels._attend, found))
+    monkeypatch.setattr(attention_kernels, "_merge", RecordedKernel(attention_kernels._merge, []))
+    query, data = (torch.zeros(8, heads, size, dtype=torch.bfloat16) for heads in (queries, 2 * kv_heads))
+    these = PassInput(DeviceTables(4, 100, torch.device("cpu")), 8, 8, 8)
+    attention_kernels.attend(query, data, these.paths, these.paths.groups, scale=0.1)
+    made = compiled(found[0], tmp_path)
+    assert made.spills == 0
+    assert made.shared < MOST_SHARED / 2

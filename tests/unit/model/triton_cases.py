@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from paceline.drafting.chain_graph import ChainGraph, ChainShape
+from paceline.model.attention import Heads, KVCache
 from paceline.model.gpu import attention_kernels, triton_kernels
 from paceline.model.gpu.paged_pass import Kernels, PassInput
 from paceline.model.gpu.paths import DeviceTables
@@ -43,11 +46,13 @@ def main() -> None:
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": summed_in_order})
     cases: list[tuple[int, int, dict[str, Any]]] = [(16, 3, {}), (48, 12, {"sinks": True}), (16, 1, {"window": 100})]
     attended = [attention(*case) for case in [*cases, (16, 2, {"softcap": 0.7})]]
-    print(
-        json.dumps(
-            {"attention": attended, "layers": [add_norm(), join(), rotate_and_store(), silu_times(), write_tables()]}
-        )
-    )
+    chained = [chain(*case) for case in ((1, 8), (8, 1), (3, 8))]
+    print(json.dumps({"attention": attended, "chains": chained, "layers": layer_cases(), "refused": refused()}))
+
+
+def layer_cases() -> list[dict[str, Any]]:
+    """On torch's default device."""
+    return [add_norm(), join(), rotate_and_store(), silu_times(), write_tables()]
 
 
 def attention(size: int, queries_per_kv: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +92,51 @@ def long_rows() -> list[Row]:
     guesses = [before.branch_row(1, branch[: n + 1]) for n in range(0, len(branch), 11)]
     sibling = before.branch_row(1, [*branch[:4], SLOTS])
     return [*(whole.row(1, row.position) for row in guesses), *guesses[:3], sibling, *guesses[3:]]
+
+
+CHAIN_LENGTHS = (SPLIT + TILE - 1, TILE - 2, SPLIT - 1, 1, 2 * SPLIT + TILE - 2, TILE, SPLIT + 1, 3 * TILE - 2)
+"""Committed positions of requests whose nodes cross borders of tiles and of splits, or are next to them."""
+CHAIN_LEVELS = (3, 4, 2, 0, 4, 4, 1, 4)
+"""Levels of these requests: the others' rows see nothing."""
+
+
+def chain(requests: int, width: int) -> dict[str, Any]:
+    """The largest error of the levels of a chain graph that share a plan; and whether each node is the same alone."""
+    depth, size, generator = 5, 16, random.Random(requests)
+    lengths, levels = CHAIN_LENGTHS[:requests], CHAIN_LEVELS[:requests]
+    tables = torch.zeros(requests + 1, max(CHAIN_LENGTHS) + depth, dtype=torch.int32)
+    paths = [generator.sample(range(1, SLOTS + 1), length) for length in lengths]
+    for table, path in zip(tables, paths, strict=False):
+        table[: len(path)] = torch.tensor(path)
+    cache = KVCache(1, SLOTS, Heads(KV_HEADS, 3, size), torch.float32, CPU)
+    data = cache.data[0].normal_()
+    data[0] = data[SLOTS + 1] = torch.nan
+    passes: Any = SimpleNamespace(cache=cache, plan=triton_kernels.plan)
+    graph = ChainGraph(SimpleNamespace(), passes, tables, ChainShape(8, requests, depth), width, 2, None)  # type: ignore[arg-type]
+    inputs, branches = graph.inputs.device, torch.zeros(requests * width, depth - 1, dtype=torch.int32)
+    inputs["level_table"].copy_(torch.arange(requests).repeat_interleave(width))
+    inputs["level_committed"].copy_(torch.tensor(lengths).repeat_interleave(width))
+    seen = [[length + n if n <= last else 0 for length, last in zip(lengths, levels, strict=True)] for n in range(1, 5)]
+    inputs["level_seen"].copy_(torch.tensor(seen).repeat_interleave(width, 1))
+    plan = graph._plan(inputs)
+    errors, same = [], True
+    for level in range(depth - 1):
+        # A node's parent is any of the level above.
+        parents = torch.tensor([n // width * width + generator.randrange(width) for n in range(requests * width)])
+        branches = branches[parents]
+        branches[:, level] = torch.tensor(generator.sample(range(1, SLOTS + 1), requests * width))
+        these = graph._level_paths(inputs, inputs["level_seen"][level], branches)
+        query = torch.randn(requests * width, 3 * KV_HEADS, size)
+        ours = triton_kernels.attend(query, data, these, plan, scale=0.2)
+        errors.append(error(ours, gpu_kernels.attend(query, data, these, gpu_kernels.plan(these), scale=0.2)))
+        for n in generator.sample(range(requests * width), 2):
+            if these.seen[n]:
+                row = SlotTable(paths[n // width]).branch_row(1, branches[n, : level + 1].tolist())
+                alone = PassInput.of(DeviceTables(1, SLOTS, CPU), gpu_kernels, [row], SLOTS + 1)
+                given = query[n].expand(alone.size, -1, -1).contiguous()
+                alone_plan = triton_kernels.plan(alone.paths)
+                same &= torch.equal(triton_kernels.attend(given, data, alone.paths, alone_plan, scale=0.2)[0], ours[n])
+    return {"case": [requests, width], "error": max(errors), "same": same}
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -138,6 +188,31 @@ def write_tables() -> dict[str, Any]:
     triton_kernels.write_tables(ours, writes)
     gpu_kernels.write_tables(theirs, writes)
     return {"case": "write_tables", "error": error(ours, theirs)}
+
+
+def refused() -> list[dict[str, Any]]:
+    """Which kernels raise AssertionError for rows that are apart in memory."""
+    apart, weight, table = torch.randn(4, 96)[:, :48], torch.rand(48), torch.randn(10, 16)
+    heads, integers = torch.randn(4, 8, 16)[:, :5], torch.arange(4)
+    calls: dict[str, Callable[[], Any]] = {
+        "add_norm": lambda: triton_kernels.add_norm(apart, None, weight, 1e-5),
+        "join": lambda: triton_kernels.join(
+            integers, torch.randn(4, 48), apart, weight, weight, 1e-5, norms_residual=False
+        ),
+        "rotate_and_store": lambda: triton_kernels.rotate_and_store(
+            heads, integers, integers, table, table, torch.zeros(8, 2, 16), None, 1e-5
+        ),
+        "silu_times": lambda: triton_kernels.silu_times(apart),
+    }
+    return [{"case": name, "refused": raises(call)} for name, call in calls.items()]
+
+
+def raises(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except AssertionError:
+        return True
+    return False
 
 
 if __name__ == "__main__":
