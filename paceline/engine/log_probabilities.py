@@ -41,10 +41,7 @@ class StartedLogProbs:
         chosen_R1 = log_probs_RV.gather(-1, tokens_R1)
         ids_V = torch.arange(vocabulary, device=device)
         before_RV = (log_probs_RV > chosen_R1) | ((log_probs_RV == chosen_R1) & (ids_V < tokens_R1))
-        if listed:
-            ids_RK = listed_K.long().expand(rows, -1)
-        else:
-            ids_RK = _largest(log_probs_RV, min(top, vocabulary))
+        ids_RK = listed_K.long().expand(rows, -1) if listed else _largest(log_probs_RV, min(top, vocabulary))
         values_RK = log_probs_RV.gather(-1, ids_RK)
         parts = chosen_R1, before_RV.sum(-1, keepdim=True), ids_RK, values_RK
         self._copy = HostCopy(torch.cat([part.double() for part in parts], -1))

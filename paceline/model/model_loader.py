@@ -59,7 +59,7 @@ def _check_kv_cache(config: EngineConfig) -> None:
 
 def _check_requests(config: EngineConfig) -> None:
     """Raises ValueError before weights are read."""
-    if torch.device(config.device).type == "cuda" and config.max_num_seqs > MOST_TABLES:
+    if config.device.startswith("cuda") and config.max_num_seqs > MOST_TABLES:
         raise ValueError(f"max_num_seqs is {config.max_num_seqs}: on a GPU at most {MOST_TABLES} requests run at once")
 
 

@@ -233,15 +233,8 @@ class PackedModel(TransformersModel):
         final["norm"] = None if norm is None else norm.to(device, dtype)
         tokens = checked_tokens(info.vocabulary_size, info.max_model_len, info.slots)
         plain = TorchAttention(KVCache(info.layers, len(tokens), heads, dtype, device), len(tokens))
-        path = SlotTable(range(1, len(tokens) + 1))
-        rows = [path.row(token, position) for position, token in enumerate(tokens)]
         by_torch = TorchNetwork(layers, heads, plain, network.rotaries[0], **final, **options)
-        expected = by_torch.run(rows, range(len(rows)))[0].float()
-
-        def check(made: Network) -> None:
-            """Raises ValueError unless it computes what torch's attention does, over the same packed weights."""
-            check_logits(lambda rows, wanted: made.run(rows, wanted)[0], tokens, Reference(expected), dtype)
-
+        check = partial(check_attention, tokens, by_torch)
         options |= {**final, "positions": info.max_model_len}
         made = make_network(layers, heads, info.slots, network.rotaries[0], check, **options)
         network.layer_packed()
@@ -267,6 +260,15 @@ class PackedModel(TransformersModel):
         scale, cap = self._parts.logit_scale, self._parts.logit_cap
         scaled = logits if scale == 1.0 else logits * scale
         return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+
+@torch.inference_mode()
+def check_attention(tokens: Sequence[int], by_torch: TorchNetwork, made: Network) -> None:
+    """Raises ValueError unless `made` computes what torch's attention does over the same packed weights."""
+    path = SlotTable(range(1, len(tokens) + 1))
+    rows = [path.row(token, position) for position, token in enumerate(tokens)]
+    logits, _ = by_torch.run(rows, range(len(rows)))
+    check_logits(lambda rows, wanted: made.run(rows, wanted)[0], tokens, Reference(logits.float()), logits.dtype)
 
 
 def _layer_on_device(layer: LayerWeights[Weight], device: torch.device, dtype: torch.dtype) -> LayerWeights[Any]:

@@ -18,7 +18,7 @@ import torch
 from paceline.model.attention import Heads
 from paceline.model.rows import GROUP, TILE
 
-LOGIT_COPIES = 9
+LOGIT_COPIES = 8
 """Float32 copies of a pass's logits that a draw holds at most. With noise they are 7: the logits, scaled ones of rows
 with a temperature, and integers of 64 bits twice. A top-p that sorts the vocabulary takes two more."""
 TRITON = "triton"

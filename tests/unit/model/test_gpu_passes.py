@@ -294,6 +294,7 @@ def test_transformers_forward_is_captured_where_that_computes_the_same(
 
 def test_graphs_of_ranks_have_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank replays the exchanges that it captured."""
+    use_stand_ins(monkeypatch)
     monkeypatch.setenv("PACELINE_NATIVE", "0")
     monkeypatch.setattr(NativeLibrary, "_instance", None)
     made = network("llama", torch.float32)

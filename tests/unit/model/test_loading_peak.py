@@ -199,7 +199,7 @@ def requests_of_few_tokens() -> list[Row]:
 def test_a_pass_by_torch_takes_no_more_than_the_plan_says(rows: Any) -> None:
     config = LlamaConfig(**SMALL)
     network = network_on_meta(config)
-    most = PassMemory(256, 64, 4096, 4096, 6, 256, 512, Heads.of(config), torch.bfloat16)
+    most = PassMemory(256, 4096, 4096, 6, 256, 512, Heads.of(config), torch.bfloat16)
     before = LiveStorages("meta", network.parameters()).bytes
     made, cache = made_on_meta(network, 8192)
     with LiveStorages("meta", [*network.parameters(), cache.data]) as live, torch.no_grad():
