@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.sampling import TOP_P_UNITS
 from paceline.drafting.draw_prediction import SHORTLIST_SIZE
-from paceline.model.gpu.launch import launch
+from paceline.model.gpu.launch import assert_contiguous, launch
 
 COLUMNS = 1024
 """Of a row of logits that one program reads."""
@@ -30,6 +30,7 @@ def predict(
     logits_RV: Tensor, keys_R2: Tensor, params_5R: Tensor, ids_V: Tensor | None, tokens_RK: Tensor, log_probs_RK: Tensor
 ) -> None:
     """See `paceline.drafting.device_draws.predict`."""
+    assert_contiguous(keys_R2, params_5R, ids_V, tokens_RK, log_probs_RK)
     rows, columns = logits_RV.shape
     blocks = triton.cdiv(columns, COLUMNS)
     best = torch.empty(rows, blocks, SHORTLIST_SIZE, dtype=torch.int64, device=logits_RV.device)
@@ -74,6 +75,7 @@ def choose(
     chosen: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """See `paceline.drafting.device_draws.choose`."""
+    assert_contiguous(path_log_probs, tokens, log_probs, branches, slots, features, chosen)
     requests, width, children = log_probs.shape
     depth = branches.shape[-1]
     next_paths, next_branches = torch.empty_like(path_log_probs), torch.empty_like(branches)

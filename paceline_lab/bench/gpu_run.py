@@ -162,6 +162,7 @@ def run_step(command: Sequence[str], limit_s: float) -> dict[str, Any]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_take_interrupts,
         )
         try:
             killed = not _ended(process, limit_s)
@@ -179,6 +180,11 @@ def run_step(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         "figures": _figures(lines),
         "last_lines": lines[-LAST_LINES:],
     }
+
+
+def _take_interrupts() -> None:
+    """What `nohup` and a shell's background leave ignored, a step has to hear."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:

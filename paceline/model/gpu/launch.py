@@ -21,3 +21,8 @@ def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *others: Any, **co
             kernel[grid](first, *others, **constants)
     except (TritonError, SubprocessError) as error:
         raise RuntimeError(f"Triton: {error}") from error
+
+
+def assert_contiguous(*tensors: Tensor | None) -> None:
+    """What kernels count on: of other tensors they would read what is behind them."""
+    assert all(each is None or each.is_contiguous() for each in tensors)

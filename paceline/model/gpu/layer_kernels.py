@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.gpu.launch import launch
+from paceline.model.gpu.launch import assert_contiguous, launch
 
 WRITES_AT_ONCE = 256
 
@@ -27,7 +27,7 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float)
     """The sum of both, in x's dtype, and its RMSNorm (Zhang and Sennrich 2019) by a weight [width]: x [R, width].
 
     Without `added` the sum is x, without a weight the norm is the sum."""
-    _assert_contiguous(x, added)
+    assert_contiguous(x, added)
     rows, width = x.shape
     total = x if added is None else torch.empty_like(x)
     if weight is None and added is None:
@@ -52,7 +52,7 @@ def join(
     """The embedding of each token and a state beside it, each with its RMSNorm: tokens [R], embedding [V, width],
     states [R, width] → [R, 2 * width]. A norm without a weight changes nothing. Before it in the tuple are the states,
     normed if `norms_residual`."""
-    _assert_contiguous(tokens, embedding, states)
+    assert_contiguous(tokens, embedding, states)
     rows, width = states.shape
     residual = torch.empty_like(states) if norms_residual else states
     out = torch.empty(rows, 2 * width, dtype=states.dtype, device=states.device)
@@ -79,7 +79,7 @@ def rotate_and_store(
     half have the other sign. data [slots, 2 * K, D]: a layer's keys, then values. norms [H + K, D]: weights of
     an RMSNorm of each head before; None: none. Returns the queries, [R, H, D].
     """
-    _assert_contiguous(projected, positions, slots, cosines, sines)
+    assert_contiguous(projected, positions, slots, cosines, sines)
     rows, count, size = projected.shape
     kv_heads = data.shape[1] // 2
     query = torch.empty(rows, count - 2 * kv_heads, size, dtype=projected.dtype, device=projected.device)
@@ -94,17 +94,12 @@ def rotate_and_store(
 
 def silu_times(x: Tensor) -> Tensor:
     """silu(first half) * second half: x [R, 2 * width] → [R, width]."""
-    _assert_contiguous(x)
+    assert_contiguous(x)
     rows, width = len(x), x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     block = 1024
     launch(_silu_times, (rows, triton.cdiv(width, block)), x, out, WIDTH=width, BLOCK=block)
     return out
-
-
-def _assert_contiguous(*tensors: Tensor | None) -> None:
-    """Kernels count on it: of others they would read what is behind them."""
-    assert all(each is None or each.is_contiguous() for each in tensors)
 
 
 @triton.jit(do_not_specialize=["count", "stride"])

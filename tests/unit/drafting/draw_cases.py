@@ -83,7 +83,7 @@ def prediction(columns: int, children: int, mapped: bool) -> dict[str, Any]:
         logits = torch.stack([torch.randperm(columns) / 8 for _ in range(rows)]).bfloat16()
     ids = torch.randperm(5000)[:columns].sort().values if mapped else None
     keys = torch.tensor([divmod(position_key(law.seed or 0, 7 + n), 2**32) for n, law in enumerate(LAWS)])
-    params = torch.tensor(device_draws.draw_params(LAWS))
+    params = torch.tensor(device_draws.draw_params(LAWS)).contiguous()
     results = []
     for draws in (device_draws, draw_kernels):
         tokens = torch.zeros(rows, children, dtype=torch.int64)

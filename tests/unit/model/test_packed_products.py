@@ -23,6 +23,7 @@ from paceline.model import loading
 from paceline.model.gguf_model import load_packed, packed_config
 from paceline.model.gpu.packed_matrix import PackedMatrix, packed_row_bytes
 from paceline.model.layer_weights import QuantizedWeight
+from paceline.model.native.native_library import NativeLibrary
 from paceline.model.packed_integers import INT4
 from paceline.model.packed_model import PackedModel
 from tests.exactness.quantized_weights import PACKED_TYPES, numbers_of, random_weight
@@ -169,6 +170,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return model._on_gpu(CPU, *given)
 
     monkeypatch.setenv("PACELINE_NATIVE", "0")
+    monkeypatch.setattr(NativeLibrary, "_instance", None)
     monkeypatch.setattr(PackedModel, "_by_native_code", place)
     monkeypatch.setattr(PackedModel, "native", False, raising=False)
     monkeypatch.setattr(PackedMatrix, "product", lambda *given: partial(_nothing, given))
