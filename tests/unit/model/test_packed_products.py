@@ -31,7 +31,10 @@ from tests.helpers.gguf_files import tiny_config, write_gguf
 from tests.helpers.live_storages import LiveStorages
 from tests.helpers.sm_90 import MOST_SHARED, Launch, RecordedKernel, compiled
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for it")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for it"),
+    pytest.mark.timeout(900),  # of the interpreter
+]
 
 CPU = torch.device("cpu")
 Q4_K, Q6_K, MXFP4, E4M3 = 12, 14, 39, 1005

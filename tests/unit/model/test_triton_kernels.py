@@ -18,7 +18,10 @@ from paceline.model.gpu.paged_pass import PassInput
 from paceline.model.gpu.paths import DeviceTables
 from tests.helpers.sm_90 import MOST_SHARED, Launch, RecordedKernel, compiled
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for it")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for it"),
+    pytest.mark.timeout(900),  # the interpreter takes a minute and a half of a core
+]
 
 
 @cache
