@@ -566,8 +566,15 @@ MUTANTS = (
     Mutant(
         "Triton: items with several splits are taken for single ones",
         "paceline/model/gpu/attention_kernels.py",
-        "apart = tl.sum(splits, 0) <= most",
-        "apart = group_count < 0",
+        "items = tl.where(apart, splits, tl.minimum(splits, 1))",
+        "items = tl.minimum(splits, 1)",
+        TRITON,
+    ),
+    Mutant(
+        "Triton: a split depends on the number of rows",
+        "paceline/model/gpu/attention_kernels.py",
+        '"TILE": TILE, "SPLIT": SPLIT}',
+        '"TILE": TILE, "SPLIT": SPLIT * (1 + (groups > 4))}',
         TRITON,
     ),
     Mutant(

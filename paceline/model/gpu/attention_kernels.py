@@ -46,8 +46,7 @@ def plan(paths: RowPaths) -> Tensor:
     """
     groups = len(paths.groups) - 1
     out = torch.empty(groups + 2, dtype=torch.int32, device=paths.groups.device)
-    order = {"GROUPS": triton.next_power_of_2(groups), "GROUP": GROUP, "TILE": TILE, "SPLIT": SPLIT}
-    launch(_plan, (1,), paths.groups, paths.seen, out, groups, MOST_ITEMS, **order)
+    launch(_plan, (1,), paths.groups, paths.seen, out, groups, MOST_ITEMS, **_order(groups))
     return out
 
 
@@ -78,7 +77,7 @@ def attend(
     stats = torch.empty(items * GROUP + rows, heads, 2, dtype=torch.float32, device=query.device)
     out = torch.empty(rows, heads * size, dtype=query.dtype, device=query.device)
     shape = {"QUERIES_PER_KV": queries_per_kv, "SIZE": size, "PADDED_SIZE": padded, "HEADS": chunk}
-    order = {"GROUPS": triton.next_power_of_2(groups), "GROUP": GROUP, "TILE": TILE, "SPLIT": SPLIT}
+    order = _order(groups)
     launch(
         _attend, (rows + PREFIX_PROGRAMS, kv_heads, chunks),
         query, data, *paths, plan, results, stats, scale, softcap, window, rows, groups, items * GROUP,
@@ -91,6 +90,11 @@ def attend(
         SINKS=sinks is not None, **shape, **order, **EXACT,
     )  # fmt: skip
     return out
+
+
+def _order(groups: int) -> dict[str, int]:
+    """What decides how sums are ordered, for `plan` and `attend` alike."""
+    return {"GROUPS": triton.next_power_of_2(groups), "GROUP": GROUP, "TILE": TILE, "SPLIT": SPLIT}
 
 
 @triton.jit(do_not_specialize=["group_count"])
