@@ -24,7 +24,6 @@ import torch
 from paceline.config import METHODS, UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.config.engine_config import Quantization
 from paceline.drafting.auto_method import mtp_layer_names
-from paceline.drafting.chains import chain_memory
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.method_registry import UNPACKED, hidden_state_layers
 from paceline.drafting.network_speculator import PREFILL_ROWS
@@ -288,8 +287,8 @@ def _head_memory(config: SpeculativeConfig, target: TargetWeights, engine: Engin
 
 
 def _head_activations(method: str, config: Any, target: TargetWeights, device: torch.device) -> int:
-    """On a GPU: logits, and for a head with a cache its largest pass and the slot tables of `Chains`. On a CPU nothing
-    is counted. `config`: keys of the head's config.json."""
+    """On a GPU: logits, and for a head with a cache its largest pass. On a CPU nothing. `config`: keys of the head's
+    config.json."""
     if device.type == "cpu":
         return 0
     logits = MAX_ROWS * target.vocabulary_size * HEAD_LOGIT_COPIES * 4
@@ -307,7 +306,7 @@ def _head_activations(method: str, config: Any, target: TargetWeights, device: t
         heads=heads,
         dtype=target.dtype,
     )
-    return logits + largest.total(by_kernel=gpu_memory.kernel_attends(heads, device)) + chain_memory(positions)
+    return logits + largest.total(by_kernel=gpu_memory.kernel_attends(heads, device))
 
 
 def _is_packed_on_gpu(target: TargetWeights, engine: EngineConfig) -> bool:

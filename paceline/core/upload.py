@@ -18,6 +18,13 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device, or itself if it is there. From the host to a GPU it goes through pinned memory."""
     if tensor.device == device:
         return tensor
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return _pinned(tensor, device).to(device, non_blocking=True)
+
+
+def send_into(tensor: Tensor, memory: Tensor) -> None:
+    """`send` a tensor of the host into memory of a device."""
+    memory.copy_(_pinned(tensor, memory.device), non_blocking=True)
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory() if device.type == "cuda" else tensor

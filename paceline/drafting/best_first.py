@@ -102,7 +102,7 @@ class ModelNetwork:
 
     @property
     def device_passes(self) -> DevicePasses | None:
-        """See `ChainNetwork`. Tokens of another vocabulary are mapped on the host."""
+        """See `GraphedNetwork`. Tokens of another vocabulary are mapped on the host."""
         return self._model.device_passes if isinstance(self._model, LlamaModel) and self.mapping is None else None
 
     def forward(self, this: Pass, features: Tensor | None) -> tuple[Tensor, None]:

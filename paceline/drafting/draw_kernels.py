@@ -1,7 +1,10 @@
-"""What follows the network in a level of a chain, as three Triton kernels.
+"""What follows the network in a level of a draft, as three Triton kernels: the target's draws are predicted, and the
+likeliest nodes chosen.
 
-`paceline.drafting.device_draws` has the same functions by torch's operators, and the letters of their shapes. Numbers
-are sorted as 64-bit integers: a float32 in an integer's order, then its index, so that the lower one wins a tie.
+Draws are predicted as `predict_draws` does, for requests whose draws no mask, bias or penalty changes. Numbers are
+sorted as 64-bit integers: a float32 in an integer's order, then its index, so that the lower one wins a tie.
+
+Shapes: R rows, V columns of logits, K children of a row; N requests with W rows each; D levels.
 """
 
 from __future__ import annotations
@@ -29,7 +32,11 @@ UNITS = tl.constexpr(float(TOP_P_UNITS))
 def predict(
     logits_RV: Tensor, keys_R2: Tensor, params_5R: Tensor, ids_V: Tensor | None, tokens_RK: Tensor, log_probs_RK: Tensor
 ) -> None:
-    """See `paceline.drafting.device_draws.predict`."""
+    """Write the K likeliest results of each row's draw, int64, and their log-probabilities, float32.
+
+    keys_R2: int64, the halves of `position_key`. params_5R: float64, see `draw_params`. `ids_V`: see `top_scores`. A
+    token that a filter leaves out has -inf.
+    """
     assert_contiguous(keys_R2, params_5R, ids_V, tokens_RK, log_probs_RK)
     rows, columns = logits_RV.shape
     blocks = triton.cdiv(columns, COLUMNS)
@@ -74,7 +81,13 @@ def choose(
     features: Tensor | None,
     chosen: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """See `paceline.drafting.device_draws.choose`."""
+    """The W likeliest children of each request's W nodes, at depth `level` + 1: their path log-probabilities [N, W],
+    tokens [N * W], branches, and features, which are their parents'.
+
+    path_log_probs float32 [N, W]. tokens int64, log_probs float32 [N, W, K]: the children. branches int32
+    [N * W, D - 1]: the slots of each node's path. slots int64 [N * W]: of the nodes that are chosen. features
+    [N * W, h]. Writes to `chosen` [N, W] which of the W * K children they are.
+    """
     assert_contiguous(path_log_probs, tokens, log_probs, branches, slots, features, chosen)
     requests, width, children = log_probs.shape
     depth = branches.shape[-1]

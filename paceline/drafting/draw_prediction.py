@@ -15,13 +15,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.config import SamplingParams
 from paceline.core.growth import DraftDistribution
 from paceline.core.logits_rules import SamplingRow
 from paceline.core.noise import NoisePurpose, noise_key
-from paceline.core.sampling import top_probabilities, top_scores
+from paceline.core.sampling import LOWEST_TEMPERATURE, TOP_P_UNITS, top_probabilities, top_scores
 
 MAX_ROWS = 256
 """Rows of draft tokens in one round."""
@@ -36,6 +39,9 @@ SAMPLED_DRAFT_SCORE = math.log(0.8)
 """The log-probability given to every sampled draft token. The target learns how often they are accepted at each depth.
 It must not depend on the token: if sending, expanding or verifying depended on it, the samples that get verified would
 not follow the distribution."""
+
+_UNFILTERED = 2 * TOP_P_UNITS
+"""More than all probability: top-p then keeps every token."""
 
 RankedTokens = Sequence[tuple[int, float]]
 """Tokens and their log-probabilities, likeliest first."""
@@ -58,6 +64,25 @@ def predict_draws(
     log_probs_RK = torch.log_softmax(scores_RK, -1)
     tokens, log_probs = (each[:, :width].tolist() for each in (tokens_RK, log_probs_RK))
     return [list(zip(*row, strict=True)) for row in zip(tokens, log_probs, strict=True)]
+
+
+def draw_params(requests: Sequence[SamplingParams]) -> npt.NDArray[np.float64]:
+    """What whole drafts on a GPU draw by, [5, requests]: temperature; the factor of the noise, 0 for temperature 0; the
+    least logit of min-p, relative to the largest; the last rank of top-k; the probability of top-p, in TOP_P_UNITS."""
+    return np.array([_draw_numbers(params) for params in requests]).T
+
+
+def _draw_numbers(params: SamplingParams) -> tuple[float, ...]:
+    last = SHORTLIST_SIZE - 1
+    if params.greedy:
+        return 1.0, 0.0, -math.inf, last, _UNFILTERED
+    return (
+        max(params.temperature, LOWEST_TEMPERATURE),
+        1.0,
+        math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        min(params.top_k - 1, last) if params.top_k > 0 else last,
+        math.ceil(params.top_p * TOP_P_UNITS) if params.top_p < 1 else _UNFILTERED,
+    )
 
 
 def sample_draft_tokens(

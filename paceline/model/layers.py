@@ -113,7 +113,8 @@ class RotaryEmbedding:
         self.sines = torch.cat((-tables.sines, tables.sines), -1).to(like)
 
     def __call__(self, positions: Tensor) -> CosSin:
-        return self.cosines[positions].unsqueeze(1), self.sines[positions].unsqueeze(1)
+        cosines, sines = (each.index_select(0, positions) for each in (self.cosines, self.sines))
+        return cosines.unsqueeze(1), sines.unsqueeze(1)
 
 
 def apply_rotary(x: Tensor, cos_sin: CosSin) -> Tensor:

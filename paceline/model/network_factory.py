@@ -49,8 +49,8 @@ def make_network(
     **options: Any,
 ) -> tuple[Network, KVCache]:
     """A network over a new cache of `slots`. `positions`: of the longest path; None: all that `rotary` has. `options`:
-    see `NativeNetwork`. `check` raises ValueError if a network
-    computes something wrong. Then torch computes; if that is wrong, too, this raises it.
+    see `NativeNetwork`. `check` raises ValueError if a network computes something wrong. Then torch computes; if that
+    is wrong, too, this raises it.
 
     By torch the matrices of a layer are stacked in place, one layer after another, before there is a cache: at no time
     is there more than the weights, a layer and the cache.

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from paceline.core.upload import send
+
 TILE = 64
 """Positions per tile: columns of the tail, and the unit in which a prefix is extended."""
 GROUP = 8
@@ -145,8 +147,7 @@ class RowBatch:
 
 def device_integers(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Numbers, or lists of as many numbers, or a tensor of the CPU, as a tensor there. Waits for no GPU."""
-    tensor = torch.as_tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return send(torch.as_tensor(values, dtype=dtype), device)
 
 
 def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int) -> RowBatch:

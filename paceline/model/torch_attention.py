@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from paceline.model.attention import AttentionOptions, Heads, KVCache, Pass, Tor
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.memory import LARGEST_HEAD, MOST_TABLES, TRITON, triton_compiles
 from paceline.model.gpu.paged_pass import Kernels, PagedPass, PassInput
-from paceline.model.gpu.pass_graphs import CudaCapture, Outputs, PassGraphs
+from paceline.model.gpu.pass_graphs import Capture, CudaCapture, Outputs, PassGraphs
 from paceline.model.gpu.paths import DeviceTables
 from paceline.model.rows import GROUP, Row, SlotTable
 
@@ -90,6 +90,10 @@ class TorchAttention:
     def tables(self) -> DeviceTables:
         return DeviceTables(MOST_TABLES, self.positions, self.cache.device)
 
+    @cached_property
+    def _capture(self) -> Capture:
+        return CudaCapture(self.cache.device)
+
     def __call__(self, rows: Sequence[Row]) -> Pass:
         if self.kernels is None:
             return TorchPass.of(self.cache, rows)
@@ -100,14 +104,13 @@ class TorchAttention:
         """For graphs of several passes; None without."""
         if self.kernels is None or not self.graphs:
             return None
-        start = partial(PagedPass, self.cache, self.kernels)
-        return DevicePasses(self.cache, start, self.kernels.plan, CudaCapture(self.cache.device))
+        return DevicePasses(self.cache, self.kernels, self.tables, self._capture)
 
     def capture(self, forward: Callable[[PagedPass], Outputs]) -> PassGraphs | None:
         """CUDA graphs of `forward`, see `PassGraphs`; None without."""
         if self.kernels is None or not self.graphs:
             return None
-        return PassGraphs(forward, self.cache, self.kernels, self.tables, CudaCapture(self.cache.device))
+        return PassGraphs(forward, self.cache, self.kernels, self.tables, self._capture)
 
 
 def source_digest(kernels: Kernels) -> str:

@@ -23,7 +23,7 @@ from paceline.model.torch_attention import TORCH, find_kernels
 from tests.helpers.head_methods import NETWORK
 from tests.unit.drafting.drafting_formulas import prompt_of
 from tests.unit.drafting.feeding import Feeding
-from tests.unit.drafting.test_chains import (
+from tests.unit.drafting.test_graphed_drafts import (
     LAWS,
     METHODS,
     TOLERANCES,

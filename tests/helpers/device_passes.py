@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
+from paceline.drafting import graphed_drafts
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.paged_pass import PagedPass
 from paceline.model.gpu.pass_graphs import Outputs
+from paceline.model.gpu.paths import RowPaths
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.rows import GROUP
 from paceline.model.torch_attention import TorchAttention
-from tests.helpers import gpu_kernels
+from tests.helpers import device_draws, gpu_kernels
 from tests.helpers.gpu_kernels import capture
 
 
@@ -43,6 +45,15 @@ class CheckedPass(PagedPass):
             assert len(set(zip(table[members].tolist(), committed[members].tolist(), strict=True))) <= 1
 
 
+class CheckedPasses(DevicePasses):
+    """Those of `CheckedPass`."""
+
+    def start(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, paths: RowPaths, plan: Tensor | None
+    ) -> PagedPass:
+        return CheckedPass(self.cache, self.kernels, tokens, positions, slots, paths, plan)
+
+
 def run_again(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
     """A `Capture` whose replay is a run."""
 
@@ -62,9 +73,10 @@ def use_device_passes(patch: pytest.MonkeyPatch, *, recorded: bool = False) -> N
     """For networks that are made meanwhile, on a CPU. `recorded`: a graph repeats the operators of its first run on the
     same memory; else every run is Python's, and checks its passes."""
     use_torch(patch)
-    kind, how = (PagedPass, capture) if recorded else (CheckedPass, run_again)
+    kind, how = (DevicePasses, capture) if recorded else (CheckedPasses, run_again)
 
     def device_passes(attention: TorchAttention) -> DevicePasses:
-        return DevicePasses(attention.cache, partial(kind, attention.cache, gpu_kernels), gpu_kernels.plan, how)
+        return kind(attention.cache, gpu_kernels, attention.tables, how)
 
+    patch.setattr(graphed_drafts, "draw_kernels", lambda: device_draws)
     patch.setattr(TorchAttention, "device_passes", device_passes)

@@ -40,7 +40,7 @@ ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 PROBE = ("unit/model/test_row_probe.py",)
 GPU_PASSES = ("unit/model/test_gpu_passes.py",)
 TRITON = ("unit/model/test_triton_kernels.py",)
-CHAINS = ("unit/drafting/test_chains.py",)
+GRAPHED_DRAFTS = ("unit/drafting/test_graphed_drafts.py",)
 DRAW_KERNELS = ("unit/drafting/test_draw_kernels.py",)
 LOADING_PEAK = ("unit/model/test_loading_peak.py",)
 RANKS = ("unit/model/test_tensor_parallel_group.py",)
@@ -600,7 +600,7 @@ MUTANTS = (
     ),
     Mutant(
         "a chain's plan leaves out requests that end before the last level",
-        "paceline/drafting/chain_graph.py",
+        "paceline/drafting/draft_graph.py",
         'inputs["level_seen"].amax(0)',
         'inputs["level_seen"][-1]',
         TRITON,
@@ -1619,38 +1619,31 @@ MUTANTS = (
     ),
     Mutant(
         "a graph of a draft is replayed with old positions",
-        "paceline/drafting/chains.py",
+        "paceline/drafting/graphed_drafts.py",
         "        graph.inputs.upload()\n        if graph.states is not None:",
         "        if graph.states is not None:",
-        CHAINS,
+        GRAPHED_DRAFTS,
     ),
     Mutant(
-        "a draft's node sees the slots of another node's path",
-        "paceline/drafting/device_draws.py",
-        "branches = branches.index_select(0, parents)",
-        "branches = branches.clone()",
-        CHAINS,
+        "a draft's graph does not write what is new in slot tables",
+        "paceline/drafting/draft_graph.py",
+        'self._passes.kernels.write_tables(tables, inputs["writes"])',
+        "pass",
+        GRAPHED_DRAFTS,
     ),
     Mutant(
-        "a draft's node has the feature of another node's parent",
-        "paceline/drafting/device_draws.py",
-        "features.index_select(0, parents)",
-        "features.clone()",
-        CHAINS,
+        "a kernel takes the feature of another node's parent",
+        "paceline/drafting/draw_kernels.py",
+        "features + parent[:, None] * size",
+        "features + row[:, None] * size",
+        DRAW_KERNELS,
     ),
     Mutant(
         "all levels of a draft predict the draw after the root",
-        "paceline/drafting/chain_graph.py",
+        "paceline/drafting/draft_graph.py",
         'inputs["keys"][level]',
         'inputs["keys"][0]',
-        CHAINS,
-    ),
-    Mutant(
-        "a request's row of the tables keeps the slots of the one before it",
-        "paceline/drafting/chains.py",
-        "if holders[row] is not request:",
-        "if holders[row] is None:",
-        CHAINS,
+        GRAPHED_DRAFTS,
     ),
     Mutant(
         "a kernel takes the slots of another node's path",

@@ -22,7 +22,6 @@ from paceline import memory_plan
 from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.config import UNPLANNED_SLOTS, EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
-from paceline.drafting.chains import REQUESTS, _TableRows, chain_memory
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.llm import LLM
@@ -288,7 +287,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_a_head_on_a_gpu_takes_a_pass_of_its_own_shape(target: Path, tmp_path: Path) -> None:
-    """Beside logits and the tables of its graphs."""
+    """Beside logits."""
     h = 128  # the target's hidden size is 64
     head = save_head(tmp_path, eagle3_tensors(h=h), llama_config(h))
     speculation = SpeculativeConfig(model=str(head), method="eagle3")
@@ -298,10 +297,8 @@ def test_a_head_on_a_gpu_takes_a_pass_of_its_own_shape(target: Path, tmp_path: P
     inner = llama_config()["intermediate_size"]
     rows = MAX_ROWS + PREFILL_ROWS
     largest = PassMemory(rows, 300, 300, 1, h, inner, heads, weights.dtype).total(by_kernel=True)
-    tables = (REQUESTS[-1] + 1) * 300 * 4
-    assert tables == chain_memory(300) == _TableRows(300, torch.device("cpu")).tables.nbytes
     assert on_cpu.activations == 0
-    assert on_gpu.activations == largest + tables + MAX_ROWS * weights.vocabulary_size * 4 * 2
+    assert on_gpu.activations == largest + MAX_ROWS * weights.vocabulary_size * 4 * 2
     assert (on_gpu.weights, on_gpu.bytes_per_slot) == (on_cpu.weights, on_cpu.bytes_per_slot)
 
 

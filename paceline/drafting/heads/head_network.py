@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.drafting.best_first import BestFirst, RowOutput
-from paceline.drafting.chains import fastest_way
 from paceline.drafting.draw_prediction import MAX_ROWS
+from paceline.drafting.graphed_drafts import fastest_way
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.network_speculator import NetworkRequest, NetworkSpeculator
 from paceline.drafting.speculator import DraftDescription, Speculator

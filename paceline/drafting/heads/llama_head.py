@@ -91,7 +91,7 @@ class LlamaHead(HeadNetwork):
 
     @property
     def device_passes(self) -> DevicePasses | None:
-        """See `ChainNetwork`."""
+        """See `GraphedNetwork`."""
         return self._network.device_passes if isinstance(self._network, TorchNetwork) else None
 
     def forward(self, this: Pass, features: Tensor | None) -> tuple[Tensor, Tensor]:

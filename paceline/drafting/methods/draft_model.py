@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.drafting.best_first import BestFirst, ModelNetwork
-from paceline.drafting.chains import fastest_way
 from paceline.drafting.draw_prediction import MAX_ROWS
+from paceline.drafting.graphed_drafts import fastest_way
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.network_speculator import NetworkSpeculator
 from paceline.drafting.retokenizing_speculator import RetokenizingSpeculator

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from paceline.model.attention import KVCache, Pass
+from paceline.model.gpu.paged_pass import Kernels, PagedPass
 from paceline.model.gpu.pass_graphs import Capture
-from paceline.model.gpu.paths import RowPaths
-
-StartDevicePass = Callable[[Tensor, Tensor, Tensor, RowPaths, Tensor | None], Pass]
-"""A pass over rows, from tokens, positions and slots, int64 [R] each, how the rows find their keys, and a plan for them
-if there is one. Until it attends, earlier kernels may write what it is given."""
+from paceline.model.gpu.paths import DeviceTables, RowPaths
 
 
-class DevicePasses(NamedTuple):
-    """How passes over `cache` start, and how graphs of them are made."""
+@dataclass(frozen=True)
+class DevicePasses:
+    """Passes over `cache` by `kernels`, and how graphs of them are made. `tables`: those of the cache's requests."""
 
     cache: KVCache
-    start: StartDevicePass
-    plan: Callable[[RowPaths], Tensor]
-    """Of a pass: one for longer paths in the same groups serves as well."""
+    kernels: Kernels
+    tables: DeviceTables
     capture: Capture
+
+    def start(self, tokens: Tensor, positions: Tensor, slots: Tensor, paths: RowPaths, plan: Tensor | None) -> Pass:
+        """tokens, positions, slots: int64 [R]. `plan`: see `PagedPass`. Until it attends, earlier kernels may write
+        what it is given."""
+        return PagedPass(self.cache, self.kernels, tokens, positions, slots, paths, plan)

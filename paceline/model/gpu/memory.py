@@ -20,7 +20,7 @@ from paceline.model.rows import GROUP, TILE
 
 LOGIT_COPIES = 8
 """Float32 copies of a pass's logits that a draw holds at most. With noise they are 7: the logits, scaled ones of rows
-with a temperature, and integers of 64 bits twice. A top-p that sorts the vocabulary takes two more."""
+with a temperature, and integers of 64 bits twice. With a top-p that sorts the vocabulary they are 7.99, as counted."""
 TRITON = "triton"
 LARGEST_HEAD = 256
 GRAPH_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.upload import send, send_into
 from paceline.model.attention import AttentionOptions, KVCache
 from paceline.model.gpu.memory import GRAPH_ROWS
 from paceline.model.gpu.paths import DeviceTables, RowPaths, grouped
-from paceline.model.rows import GROUP, Row, SlotTable, device_integers
+from paceline.model.rows import GROUP, Row, SlotTable
 
 WRITES, BRANCHES = 8, 32
 """Of a graph's memory, for each of its rows: slots that are new in tables, and slots of guesses' paths."""
@@ -71,7 +72,7 @@ class Kernels(Protocol):
 
 @dataclass(slots=True)
 class PagedPass:
-    """A `Pass` by such kernels. tokens, positions, slots: int32 [R]. All is read when kernels run."""
+    """A `Pass` by such kernels. tokens, positions, slots: int32 or int64 [R]. All is read when kernels run."""
 
     cache: KVCache
     kernels: Kernels
@@ -102,6 +103,15 @@ class PagedPass:
         )
 
 
+def fitting(writes: np.ndarray, count: int, tables: DeviceTables, kernels: Kernels) -> np.ndarray:
+    """The `count` writes, [count, 3], of a graph that is replayed next: see `DeviceTables`. If there are more of them,
+    all are done here."""
+    if len(writes) > count:
+        kernels.write_tables(tables.data, send(torch.from_numpy(writes), tables.data.device))
+        writes = writes[:0]
+    return tables.padded(writes, count)
+
+
 class PassInput:
     """A vector in a GPU's memory, int32, with all that a pass of `size` rows reads of its rows."""
 
@@ -128,20 +138,9 @@ class PassInput:
     def load(self, rows: Sequence[Row], kernels: Kernels, padding_slot: int) -> None:
         """One copy of what these rows are, which fit; and another one of new slots where there are too many."""
         indices, writes = self.tables.assign(row.slot_table for row in rows)
-        new = np.concatenate(
-            [np.zeros((0, 3), np.int32)]
-            + [
-                np.column_stack([np.full(len(slots), table), np.arange(at, at + len(slots)), np.asarray(slots)])
-                for table, at, slots in writes
-            ]
-        ).astype(np.int32)
-        capacity = len(self.writes)
-        if len(new) > capacity:
-            kernels.write_tables(self.tables.data, device_integers(new, self._vector.device, torch.int32))
-            new = new[:0]
-        unused = np.tile(np.array([self.tables.count, 0, 0], np.int32), capacity - len(new))
-        vector = np.concatenate([self._rows(rows, indices, padding_slot), new.ravel(), unused, self._branches(rows)])
-        self._vector.copy_(device_integers(vector, self._vector.device, torch.int32), non_blocking=True)
+        writes = fitting(writes, len(self.writes), self.tables, kernels)
+        vector = np.concatenate([self._rows(rows, indices, padding_slot), writes.ravel(), self._branches(rows)])
+        send_into(torch.from_numpy(vector), self._vector)
 
     def _rows(self, rows: Sequence[Row], indices: dict[SlotTable, int], padding_slot: int) -> np.ndarray:
         left = self.size - len(rows)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,14 +36,6 @@ class RowPaths(NamedTuple):
     groups: Tensor
 
 
-class TableWrite(NamedTuple):
-    """Slots of a table that its copy lacks."""
-
-    table: int
-    position: int
-    slots: Sequence[int]
-
-
 class DeviceTables:
     """Copies of requests' slot tables in a GPU's memory: int32 [tables + 1, positions]. What changed of one is sent.
 
@@ -55,8 +48,9 @@ class DeviceTables:
         self.data = torch.zeros(tables + 1, positions, dtype=torch.int32, device=device)
         self._indices: OrderedDict[SlotTable, int] = OrderedDict()
 
-    def assign(self, tables: Iterable[SlotTable]) -> tuple[dict[SlotTable, int], list[TableWrite]]:
-        """Where the tables of a pass are, and what has to be written there before.
+    def assign(self, tables: Iterable[SlotTable]) -> tuple[dict[SlotTable, int], np.ndarray]:
+        """Where the tables of a pass are, and what has to be written there before: int32 [W, 3], table, position and
+        slot.
 
         Raises ValueError if a pass has more tables than there are indices.
         """
@@ -67,7 +61,7 @@ class DeviceTables:
             if table in self._indices:
                 self._indices.move_to_end(table)
                 indices[table] = self._indices[table]
-        writes = []
+        writes = [np.zeros((0, 3), np.int32)]
         for table, index in indices.items():
             if index < 0:
                 index = len(self._indices)
@@ -76,9 +70,18 @@ class DeviceTables:
                 indices[table] = self._indices[table] = index
                 table.sent = 0
             if table.sent < len(table):
-                writes.append(TableWrite(index, table.sent, table.slots[table.sent :]))
+                new = np.full((len(table) - table.sent, 3), index, np.int32)
+                new[:, 1] = range(table.sent, len(table))
+                new[:, 2] = table.slots[table.sent :]
+                writes.append(new)
                 table.sent = len(table)
-        return indices, writes
+        return indices, np.concatenate(writes)
+
+    def padded(self, writes: np.ndarray, count: int) -> np.ndarray:
+        """As many writes as a graph does. Those that are none fill up the last table."""
+        unused = np.zeros((count - len(writes), 3), np.int32)
+        unused[:, 0] = self.count
+        return np.concatenate([writes, unused])
 
 
 def grouped(rows: Sequence[Row]) -> list[int]:

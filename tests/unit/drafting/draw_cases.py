@@ -18,8 +18,9 @@ from triton.compiler import ASTSource
 
 from paceline.config import SamplingParams
 from paceline.core.noise import position_key
-from paceline.drafting import device_draws, draw_kernels
-from paceline.drafting.draw_prediction import SHORTLIST_SIZE
+from paceline.drafting import draw_kernels
+from paceline.drafting.draw_prediction import SHORTLIST_SIZE, draw_params
+from tests.helpers import device_draws
 
 LONGS, FLOATS = "*i64", "*fp32"
 KERNELS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
@@ -83,7 +84,7 @@ def prediction(columns: int, children: int, mapped: bool) -> dict[str, Any]:
         logits = torch.stack([torch.randperm(columns) / 8 for _ in range(rows)]).bfloat16()
     ids = torch.randperm(5000)[:columns].sort().values if mapped else None
     keys = torch.tensor([divmod(position_key(law.seed or 0, 7 + n), 2**32) for n, law in enumerate(LAWS)])
-    params = torch.tensor(device_draws.draw_params(LAWS)).contiguous()
+    params = torch.tensor(draw_params(LAWS)).contiguous()
     results = []
     for draws in (device_draws, draw_kernels):
         tokens = torch.zeros(rows, children, dtype=torch.int64)

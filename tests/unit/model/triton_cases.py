@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from paceline.drafting.chain_graph import ChainGraph, ChainShape
+from paceline.drafting.draft_graph import DraftGraph, DraftShape
 from paceline.model.attention import Heads, KVCache
 from paceline.model.gpu import attention_kernels, triton_kernels
 from paceline.model.gpu.paged_pass import Kernels, PassInput
@@ -111,8 +111,9 @@ def chain(requests: int, width: int) -> dict[str, Any]:
     cache = KVCache(1, SLOTS, Heads(KV_HEADS, 3, size), torch.float32, CPU)
     data = cache.data[0].normal_()
     data[0] = data[SLOTS + 1] = torch.nan
-    passes: Any = SimpleNamespace(cache=cache, plan=triton_kernels.plan)
-    graph = ChainGraph(SimpleNamespace(), passes, tables, ChainShape(8, requests, depth), width, 2, None)  # type: ignore[arg-type]
+    nothing: Any = SimpleNamespace()
+    passes: Any = SimpleNamespace(cache=cache, kernels=triton_kernels, tables=SimpleNamespace(data=tables))
+    graph = DraftGraph(nothing, passes, nothing, DraftShape(8, requests, depth), width, 2, None)
     inputs, branches = graph.inputs.device, torch.zeros(requests * width, depth - 1, dtype=torch.int32)
     inputs["level_table"].copy_(torch.arange(requests).repeat_interleave(width))
     inputs["level_committed"].copy_(torch.tensor(lengths).repeat_interleave(width))

@@ -9,11 +9,11 @@ per second, of the time of the graphs and of the time between two drafts, both a
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,12 @@ import torch
 from paceline.core.noise import position_key
 from paceline.core.tree import ROOT
 from paceline.drafting.best_first import BestFirst, BestFirstRequest
-from paceline.drafting.chain_graph import ChainGraph, ChainNetwork, ChainShape
-from paceline.drafting.device_draws import draw_params
-from paceline.drafting.draw_prediction import MAX_ROWS
+from paceline.drafting.draft_graph import DraftGraph, DraftShape, Draws, GraphedNetwork
+from paceline.drafting.draw_prediction import MAX_ROWS, draw_params
 from paceline.drafting.network_speculator import DraftCache, WayToGrow, round_robin, tree_width
 from paceline.model.gpu.device_passes import DevicePasses
-from paceline.model.rows import GROUP, device_integers
+from paceline.model.gpu.paged_pass import fitting
+from paceline.model.rows import GROUP
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class DepthChoice:
 
     def __init__(self) -> None:
         self._expected: list[float] = []
-        self._seconds: dict[ChainShape, float] = {}
+        self._seconds: dict[DraftShape, float] = {}
         self._other_s = 0.0
 
     def choose(self, rows: int, requests: int, deepest: int) -> int:
@@ -66,9 +66,9 @@ class DepthChoice:
         if not any(shape.requests == requests for shape in self._seconds):
             return last
         depths = (depth for depth in DEPTHS if depth <= last)
-        return max(depths, key=lambda depth: self._rate(ChainShape(rows, requests, depth)))
+        return max(depths, key=lambda depth: self._rate(DraftShape(rows, requests, depth)))
 
-    def observe(self, shape: ChainShape, seconds: float, other_s: float, expected: Sequence[float]) -> None:
+    def observe(self, shape: DraftShape, seconds: float, other_s: float, expected: Sequence[float]) -> None:
         """A draft took `seconds`, the time since the one before it `other_s`; a request has `expected` tokens of each
         level on average."""
         self._seconds[shape] = _averaged(self._seconds.get(shape), seconds)
@@ -79,12 +79,12 @@ class DepthChoice:
                 self._expected.append(tokens)
             self._expected[level] = _averaged(self._expected[level], tokens)
 
-    def _rate(self, shape: ChainShape) -> float:
+    def _rate(self, shape: DraftShape) -> float:
         known = self._expected[: shape.depth]
         tokens = 1.0 + sum(known) + (shape.depth - len(known)) * known[-1]
         return tokens / (self._other_s + self._seconds_of(shape))
 
-    def _seconds_of(self, shape: ChainShape) -> float:
+    def _seconds_of(self, shape: DraftShape) -> float:
         """A graph that never ran takes as long per level as the one most like it."""
         alike = (each for each in self._seconds if each.requests == shape.requests)
         nearest = min(alike, key=lambda each: (abs(each.depth - shape.depth), abs(each.rows - shape.rows)))
@@ -95,44 +95,7 @@ def _averaged(average: float | None, new: float) -> float:
     return new if average is None else average + LEARNING_RATE * (new - average)
 
 
-def chain_memory(positions: int) -> int:
-    """Bytes of the tables of `Chains` over paths of as many positions."""
-    return (REQUESTS[-1] + 1) * positions * torch.int32.itemsize
-
-
-class _TableRows:
-    """Whose path each row of the tables on the device has, and how much of it."""
-
-    def __init__(self, positions: int, device: torch.device) -> None:
-        count = REQUESTS[-1]
-        self.tables = torch.zeros(count + 1, positions, dtype=torch.int32, device=device)
-        """[requests + 1, positions]. The last row is of padding rows."""
-        self._holders: list[ref[BestFirstRequest] | None] = [None] * count
-        self._lengths, self._used = [0] * count, [0] * count
-        self._turn = 0
-
-    def take(self, requests: Sequence[BestFirstRequest]) -> list[int]:
-        """The rows of these requests. They have the slots of the computed tokens then, and get those of the missing
-        ones. The requests that had rows longest ago lose theirs."""
-        self._turn += 1
-        holders = [None if holder is None else holder() for holder in self._holders]
-        others = (row for row, holder in enumerate(holders) if holder is None or holder not in requests)
-        free = iter(sorted(others, key=self._used.__getitem__))
-        taken = [holders.index(each) if each in holders else next(free) for each in requests]
-        for row, request in zip(taken, requests, strict=True):
-            if holders[row] is not request:
-                self._holders[row], self._lengths[row] = ref(request), 0
-            known = min(self._lengths[row], request.computed)  # which falls if computed tokens are given up
-            self._lengths[row], self._used[row] = len(request.slot_table), self._turn
-            if request.computed > known:
-                slots = torch.from_numpy(np.array(request.slot_table.slots[known : request.computed]))
-                self.tables[row, known : request.computed].copy_(
-                    device_integers(slots, self.tables.device, torch.int32), non_blocking=True
-                )
-        return taken
-
-
-class Chains:
+class GraphedDrafts:
     """Drafts by graphs where it can, best first where it cannot."""
 
     request_type = BestFirstRequest
@@ -140,18 +103,17 @@ class Chains:
     def __init__(
         self,
         best_first: BestFirst,
-        network: ChainNetwork,
+        network: GraphedNetwork,
         passes: DevicePasses,
-        longest: int,
+        draws: Draws,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`network`: that of `best_first`. `longest`: positions of a path. Nothing takes back a committed token."""
-        self._best_first, self._chain_network, self._passes = best_first, network, passes
+        """`network`: that of `best_first`. Nothing takes back a committed token."""
+        self._best_first, self._graphed_network, self._passes, self._draws = best_first, network, passes, draws
         self.network, self.limits = best_first.network, best_first.limits
         self.computed = False
         self._children = tree_width(self.network, self.limits)
-        self._rows = _TableRows(longest, passes.cache.device)
-        self._graphs: dict[ChainShape, tuple[ChainGraph, Callable[[], None]]] = {}
+        self._graphs: dict[DraftShape, tuple[DraftGraph, Callable[[], None]]] = {}
         """At most `MOST_GRAPHS`, in the order of their last use."""
         self._depths = DepthChoice()
         self._clock = clock
@@ -188,7 +150,7 @@ class Chains:
         rows = _at_least(ROWS, sum(request.missing for request in requests))
         count = _at_least(REQUESTS, len(requests))
         deepest = max(request.depth_limit for request in requests)
-        shape = ChainShape(rows, count, self._depths.choose(rows, count, deepest))
+        shape = DraftShape(rows, count, self._depths.choose(rows, count, deepest))
         known = shape in self._graphs
         if known:
             self._graphs[shape] = self._graphs.pop(shape)  # now the last one
@@ -219,15 +181,15 @@ class Chains:
         self._ended = end
         return new
 
-    def _captured(self, shape: ChainShape) -> tuple[ChainGraph, Callable[[], None]]:
-        """Captured over rows of nobody: if that fails, no request has changed."""
+    def _captured(self, shape: DraftShape) -> tuple[DraftGraph, Callable[[], None]]:
+        """Captured over padding rows: if that fails, no request has changed."""
         graph = self._graph(shape)
         self._load_padding(graph.inputs.host)
         graph.inputs.upload()
         replay, _ = self._passes.capture(graph.run)
         return graph, replay
 
-    def _graph(self, shape: ChainShape) -> ChainGraph:
+    def _graph(self, shape: DraftShape) -> DraftGraph:
         width = min(WIDTH, MAX_ROWS // shape.requests) if self._children > 1 else max(1, GROUP // shape.requests)
         layers = self.network.description.hidden_state_layers
         states = None
@@ -236,31 +198,33 @@ class Chains:
             states = torch.zeros(
                 shape.rows, len(layers), self.network.state_size, dtype=cache.dtype, device=cache.device
             )
-        return ChainGraph(self._chain_network, self._passes, self._rows.tables, shape, width, self._children, states)
+        return DraftGraph(self._graphed_network, self._passes, self._draws, shape, width, self._children, states)
 
-    def _load(self, graph: ChainGraph, requests: Sequence[BestFirstRequest], free: Iterator[int]) -> None:
+    def _load(self, graph: DraftGraph, requests: Sequence[BestFirstRequest], free: Iterator[int]) -> None:
         """Fill the graph's inputs. The missing tokens count as computed from now on. `free`: slots for the nodes, which
-        nobody takes meanwhile."""
+        stay free."""
         host, width = graph.inputs.host, graph.width
-        table = self._rows.take(requests)
         self._load_padding(host)
+        tables, writes = self._passes.tables.assign(request.slot_table for request in requests)
+        host["writes"][:] = fitting(writes, graph.shape.rows, self._passes.tables, self._passes.kernels)
         rows, states = 0, []
         levels = np.arange(1, graph.shape.depth)[:, None]
         groups = [0]
-        for n, (request, row) in enumerate(zip(requests, table, strict=True)):
+        for n, request in enumerate(requests):
+            table = tables[request.slot_table]
             length, span = len(request.tokens), range(request.computed, len(request.tokens))
             these, nodes = slice(rows, rows + len(span)), slice(n * width, (n + 1) * width)
             host["tokens"][these] = request.tokens[span.start :]
             host["positions"][these] = span
             host["slots"][these] = request.slot_table.slots[span.start :]
-            host["table"][these], host["committed"][these] = row, length
+            host["table"][these], host["committed"][these] = table, length
             host["seen"][these] = range(span.start + 1, length + 1)
             states += request.take_states(len(span))
             request.computed = length
             groups += [*range(rows + GROUP, these.stop, GROUP), these.stop]
             rows = these.stop
             host["roots"][nodes] = rows - 1
-            host["level_table"][nodes], host["level_committed"][nodes] = row, length
+            host["level_table"][nodes], host["level_committed"][nodes] = table, length
             deep = levels[: _levels_below(request)]  # no row is beyond the last position
             slots = np.fromiter(free, np.int64, deep.size * width)
             host["level_slots"][: len(deep), nodes] = slots.reshape(-1, width)
@@ -277,19 +241,20 @@ class Chains:
             graph.states[:rows].copy_(torch.stack(states))
 
     def _load_padding(self, host: Mapping[str, npt.NDArray[np.int64]]) -> None:
-        """Rows of nobody, which see nothing."""
-        padding = self._passes.cache.padding_slot
+        """Padding rows alone, which see nothing."""
+        padding, tables = self._passes.cache.padding_slot, self._passes.tables
         for name, values in host.items():
             values.fill(padding if name in ("slots", "level_slots") else 0)
         rows = len(host["tokens"])
         host["groups"].fill(rows)
         host["groups"][: rows // GROUP] = range(0, rows, GROUP)
-        host["table"].fill(REQUESTS[-1])
-        host["level_table"].fill(REQUESTS[-1])
+        host["writes"][:] = tables.padded(host["writes"][:0], rows)
+        host["table"].fill(tables.count)
+        host["level_table"].fill(tables.count)
         host["params"][0] = 1.0
 
     def _add_nodes(
-        self, request: BestFirstRequest, graph: ChainGraph, paths: npt.NDArray[np.float32], n: int
+        self, request: BestFirstRequest, graph: DraftGraph, paths: npt.NDArray[np.float32], n: int
     ) -> list[int]:
         """The likeliest nodes of request `n` that its tree does not have, within its limits. Nodes that a commit has
         left in the tree stay. `paths`: path log-probabilities of its nodes, [D, W * K]."""
@@ -323,8 +288,13 @@ def fastest_way(best_first: BestFirst) -> WayToGrow[BestFirstRequest]:
     passes: DevicePasses | None = getattr(network, "device_passes", None)
     if passes is None:
         return best_first
-    positions = network.description.position_limit
-    return Chains(best_first, network, passes, min(positions or network.slots, network.slots))
+    return GraphedDrafts(best_first, network, passes, draw_kernels())
+
+
+def draw_kernels() -> Draws:
+    """Imported where there is a GPU: torch's builds for a CPU come without Triton."""
+    kernels: Draws = importlib.import_module("paceline.drafting.draw_kernels")
+    return kernels
 
 
 def _is_due(request: BestFirstRequest) -> bool:
@@ -350,7 +320,7 @@ def _keys(request: BestFirstRequest, depth: int) -> npt.NDArray[np.int64]:
     return np.array([(key >> 32, key & _32_BITS) for key in keys], dtype=np.int64)
 
 
-def _path_log_probs(graph: ChainGraph) -> npt.NDArray[np.float32]:
+def _path_log_probs(graph: DraftGraph) -> npt.NDArray[np.float32]:
     """Of all nodes, float32 [D, N, W * K]."""
     log_probs, chosen = graph.outputs.host["log_probs"], graph.outputs.host["chosen"]
     depth, requests, width, _ = log_probs.shape

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.drafting import build_speculator, chains
+from paceline.drafting import build_speculator, graphed_drafts
 from paceline.drafting.best_first import BestFirst, ModelNetwork
-from paceline.drafting.chain_graph import ChainGraph, ChainShape
-from paceline.drafting.chains import DEPTHS, REQUESTS, WIDTH, Chains, DepthChoice, _TableRows, fastest_way
+from paceline.drafting.draft_graph import DraftGraph, DraftShape
+from paceline.drafting.graphed_drafts import DEPTHS, WIDTH, DepthChoice, GraphedDrafts, fastest_way
 from paceline.drafting.methods.eagle import EagleNetwork
 from paceline.drafting.methods.eagle3 import Eagle3Network
 from paceline.drafting.network_speculator import NetworkSpeculator
@@ -31,10 +30,9 @@ from paceline.messages import GenerationRequest
 from paceline.model.attention import KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.gpu.device_passes import DevicePasses
-from paceline.model.gpu.paged_pass import PagedPass
+from paceline.model.gpu.paths import DeviceTables
 from paceline.model.loading import build as build_model
-from paceline.model.rows import SlotTable
-from tests.helpers import gpu_kernels
+from tests.helpers import device_draws, gpu_kernels
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.counted_kernels import Counting, FusedKernels
 from tests.helpers.device_passes import use_device_passes, use_torch
@@ -83,7 +81,7 @@ def graphs_of(method: str, folder: Path, *, recorded: bool = False, **settings: 
 
 def draft_as_deep_as_allowed(speculator: Any) -> None:
     """By a clock for which graphs take no time."""
-    assert isinstance(speculator._way, Chains)
+    assert isinstance(speculator._way, GraphedDrafts)
     ticks = itertools.cycle((1.0, 1e-6))  # before a draft, and during it
     speculator._way._clock = itertools.accumulate(ticks).__next__
 
@@ -247,7 +245,7 @@ def test_few_free_slots_are_no_reason_to_draft_nothing(tmp_path: Path) -> None:
 
 def test_the_graph_that_was_used_longest_ago_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes back is made again, and guesses what it guessed."""
-    monkeypatch.setattr(chains, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(graphed_drafts, "MOST_GRAPHS", 2)
     speculator: Any = graphs_of("eagle3", tmp_path, recorded=True)
     depths, guesses = [], []
     for key, depth in enumerate((2, 3, 2, 4, 3, 4, 2)):
@@ -265,7 +263,7 @@ def test_the_graph_that_was_used_longest_ago_is_dropped(tmp_path: Path, monkeypa
 
 
 class TestDepth:
-    SHAPE = ChainShape(8, 1, 5)
+    SHAPE = DraftShape(8, 1, 5)
 
     def test_before_anything_is_known_it_is_the_deepest(self) -> None:
         assert DepthChoice().choose(8, 1, 5) == 5
@@ -283,7 +281,7 @@ class TestDepth:
         """Not the share of another one's."""
         choice = DepthChoice()
         for level in range(1, 6):
-            choice.observe(ChainShape(8, 1, level), 1.0, 1.0, [0.5] * level)
+            choice.observe(DraftShape(8, 1, level), 1.0, 1.0, [0.5] * level)
         assert choice.choose(8, 1, 5) == 5
         for _ in range(20):
             choice.observe(self.SHAPE, 9.0, 1.0, [0.5] * 5)
@@ -304,9 +302,9 @@ def test_no_token_changes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_device_passes(patch)
         model = build_model(peaked_llama(0.02), "draft", EngineConfig(slots=2048), "", [])
-    best_first = BestFirst(ModelNetwork(model), DraftingLimits(tree_width=2))
-    speculator: Any = NetworkSpeculator(fastest_way(best_first))
-    assert isinstance(speculator._way, Chains)
+        best_first = BestFirst(ModelNetwork(model), DraftingLimits(tree_width=2))
+        speculator: Any = NetworkSpeculator(fastest_way(best_first))
+    assert isinstance(speculator._way, GraphedDrafts)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
     runs = []
     for client in (NoDraftClient(), LocalDraftClient(speculator)):
@@ -327,12 +325,11 @@ def test_drafts_go_on_level_by_level_where_no_graph_can_be_made(caplog: pytest.L
     with pytest.MonkeyPatch.context() as patch:
         use_device_passes(patch)
         model = build_model(peaked_llama(0.02), "draft", EngineConfig(slots=2048), "", [])
+        from_host, by_graphs = (BestFirst(ModelNetwork(model), DraftingLimits(tree_width=2)) for _ in range(2))
+        graphed: Any = fastest_way(by_graphs)
+        graphed._passes = replace(graphed._passes, capture=fails)
     runs = []
-    for chained in (False, True):
-        best_first = BestFirst(ModelNetwork(model), DraftingLimits(tree_width=2))
-        way: Any = fastest_way(best_first) if chained else best_first
-        if chained:
-            way._passes = way._passes._replace(capture=fails)
+    for way in (from_host, graphed):
         speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
         engine = Engine(target, EngineConfig(slots=2048), speculation, LocalDraftClient(NetworkSpeculator(way)), FREE)
         runs.append(EngineRun().run(engine, GenerationRequest("r", prompt_of(30), LLAMA_LAWS[0])))
@@ -353,15 +350,15 @@ class FusedDraws:
         return paths, tokens[:, :, 0].flatten().clone(), others[1], others[4]
 
 
-def chain_graph(network: Any, depth: int, device: str, kernels: Any = gpu_kernels) -> ChainGraph:
+def draft_graph(
+    network: Any, depth: int, device: str, kernels: Any = gpu_kernels, draws: Any = device_draws
+) -> DraftGraph:
     """For one request, with a frontier of eight nodes."""
     cache = KVCache(1, 256, network.device_passes.cache.heads, torch.float32, torch.device(device))
     layers = len(network.description.hidden_state_layers)
     states = torch.zeros(8, layers, network.state_size, device=device)
-    tables = torch.zeros(65, 256, dtype=torch.int32, device=device)
-    start = partial(PagedPass, cache, kernels)
-    passes = DevicePasses(cache, start, kernels.plan, network.device_passes.capture)
-    return ChainGraph(network, passes, tables, ChainShape(8, 1, depth), 8, 2, states)
+    passes = DevicePasses(cache, kernels, DeviceTables(1, 256, cache.device), network.device_passes.capture)
+    return DraftGraph(network, passes, draws, DraftShape(8, 1, depth), 8, 2, states)
 
 
 def eagle_on(device: str, folder: Path) -> EagleNetwork:
@@ -377,7 +374,7 @@ def eagle_on(device: str, folder: Path) -> EagleNetwork:
 def test_a_run_waits_for_no_number(tmp_path: Path) -> None:
     """On `meta` tensors, which have none: `.item()`, `tolist` and masks as indices raise, as do two devices in one."""
     with torch.inference_mode():
-        outputs = chain_graph(eagle_on("meta", tmp_path), 4, "meta").run()
+        outputs = draft_graph(eagle_on("meta", tmp_path), 4, "meta").run()
     assert [tuple(each.shape) for each in outputs] == [(4, 1, 8, 2), (4, 1, 8, 2), (4, 1, 8)]
     with pytest.raises(RuntimeError):
         int(outputs[0][0, 0, 0, 0])
@@ -391,27 +388,8 @@ def test_a_level_of_eagle3_is_fifteen_kernels(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(network._network, "_between", FusedKernels)
     counts = []
     for depth in (3, 4):
-        graph = chain_graph(network, depth, "cpu", FusedKernels)
-        graph._draws = FusedDraws  # type: ignore[assignment]
+        graph = draft_graph(network, depth, "cpu", FusedKernels, FusedDraws)
         with torch.inference_mode(), Counting() as counting:
             graph.run()
         counts.append(counting.kernels)
     assert counts[1] - counts[0] + 2 == 3 + 1 + 9 + 1 + 1
-
-
-def test_rows_of_the_tables_go_to_the_requests_that_draft() -> None:
-    """One more than there are rows: the last one gets the first one's, which gets another one when it comes back."""
-    rows = _TableRows(8, torch.device("cpu"))
-
-    class Request(SimpleNamespace):
-        """What a request is weakly referred to by."""
-
-    requests: list[Any] = [
-        Request(slot_table=SlotTable(range(n, n + 6)), computed=5) for n in range(1, REQUESTS[-1] + 2)
-    ]
-    taken = [rows.take([request])[0] for request in requests]
-    assert sorted(taken[:-1]) == list(range(REQUESTS[-1]))
-    assert taken[-1] == taken[0]
-    assert rows.take([requests[0], requests[2]]) == [taken[1], taken[2]]
-    for n, row in ((0, taken[1]), (2, taken[2]), (REQUESTS[-1], taken[0])):
-        assert rows.tables[row, :5].tolist() == list(range(n + 1, n + 6))

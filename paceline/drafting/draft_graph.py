@@ -10,7 +10,6 @@ Shapes: E rows that extend, N requests, W nodes of a request that a level expand
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.drafting import device_draws
 from paceline.model.attention import Pass
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.paths import RowPaths
@@ -29,7 +27,7 @@ WORD = 8
 """Bytes to which tensors in one piece of memory are aligned."""
 
 
-class ChainNetwork(Protocol):
+class GraphedNetwork(Protocol):
     """A `RowNetwork` whose parts run over passes that are on the device."""
 
     ids: Tensor | None
@@ -46,7 +44,7 @@ class ChainNetwork(Protocol):
         """[R, columns]"""
 
 
-class ChainShape(NamedTuple):
+class DraftShape(NamedTuple):
     """What a graph is made for. The largest of each is for the most rows."""
 
     rows: int
@@ -84,26 +82,43 @@ def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 
-def _draws(device: torch.device) -> ModuleType:
-    """What predicts and chooses there."""
-    if device.type != "cuda":
-        return device_draws
-    from paceline.drafting import draw_kernels  # torch's builds for a CPU come without Triton
+class Draws(Protocol):
+    """What follows the network in a level: see `paceline.drafting.draw_kernels`. A graph can hold it."""
 
-    return draw_kernels
+    def predict(
+        self,
+        logits_RV: Tensor,
+        keys_R2: Tensor,
+        params_5R: Tensor,
+        ids_V: Tensor | None,
+        tokens_RK: Tensor,
+        log_probs_RK: Tensor,
+    ) -> None: ...
+
+    def choose(
+        self,
+        path_log_probs: Tensor,
+        tokens: Tensor,
+        log_probs: Tensor,
+        branches: Tensor,
+        slots: Tensor,
+        level: int,
+        features: Tensor | None,
+        chosen: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...
 
 
-class ChainGraph:
+class DraftGraph:
     """The levels of one shape. Who fills `inputs` calls `run`, then reads `outputs`.
 
     inputs:
     tokens, positions, slots int64 [E]; table, seen, committed int32 [E]: the rows that extend, see `RowPaths`.
-    groups int32 [E + 1].
+    groups int32 [E + 1]. writes int32 [E, 3]: see `DeviceTables`.
     roots int64 [N * W]: the row of each request's root, W times.
     level_positions, level_slots int64, level_seen int32 [D - 1, N * W]: the nodes that later levels expand.
     level_table, level_committed int32 [N * W].
-    keys int64 [D, N * W, 2]: see `device_draws.predict`.
-    params float64 [5, N * W]: see `device_draws.draw_params`.
+    keys int64 [D, N * W, 2]: see `draw_kernels.predict`.
+    params float64 [5, N * W]: see `draw_params`.
 
     outputs:
     tokens int64, log_probs float32 [D, N, W, K]. The first level expands a root W times; the first one counts.
@@ -114,17 +129,16 @@ class ChainGraph:
 
     def __init__(
         self,
-        network: ChainNetwork,
+        network: GraphedNetwork,
         passes: DevicePasses,
-        tables: Tensor,
-        shape: ChainShape,
+        draws: Draws,
+        shape: DraftShape,
         width: int,
         children: int,
         states: Tensor | None,
     ) -> None:
-        """`tables`: see `RowPaths`. Padding rows have the last one. `width`: W. `children`: K."""
-        self._network, self._passes, self._tables = network, passes, tables
-        self._draws = _draws(passes.cache.device)
+        """`width`: W. `children`: K."""
+        self._network, self._passes, self._draws = network, passes, draws
         self.shape, self.width, self._children, self.states = shape, width, children, states
         rows, requests, depth = shape
         nodes, device = requests * width, passes.cache.device
@@ -134,6 +148,7 @@ class ChainGraph:
                 **dict.fromkeys(("tokens", "positions", "slots"), (integers, (rows,))),
                 **dict.fromkeys(("table", "seen", "committed"), (small, (rows,))),
                 "groups": (small, (rows + 1,)),
+                "writes": (small, (rows, 3)),
                 "roots": (integers, (nodes,)),
                 **dict.fromkeys(("level_positions", "level_slots"), (integers, (depth - 1, nodes))),
                 "level_seen": (small, (depth - 1, nodes)),
@@ -187,9 +202,10 @@ class ChainGraph:
     def _extend(self, inputs: Mapping[str, Tensor], features: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The first pass: its results for each node that is expanded, the roots."""
         table, positions, slots = inputs["table"], inputs["positions"], inputs["slots"]
-        self._tables.index_put_((table, positions), slots.int())
+        tables = self._passes.tables.data
+        self._passes.kernels.write_tables(tables, inputs["writes"])
         paths = RowPaths(
-            self._tables,
+            tables,
             table,
             inputs["committed"],
             inputs["seen"],
@@ -204,7 +220,7 @@ class ChainGraph:
 
     def _plan(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Of all levels: the last one's paths are the longest, but of requests that end before it."""
-        return self._passes.plan(self._level_paths(inputs, inputs["level_seen"].amax(0), self._no_branches))
+        return self._passes.kernels.plan(self._level_paths(inputs, inputs["level_seen"].amax(0), self._no_branches))
 
     def _level(
         self, inputs: Mapping[str, Tensor], level: int, tokens: Tensor, branches: Tensor, plan: Tensor | None
@@ -215,7 +231,7 @@ class ChainGraph:
 
     def _level_paths(self, inputs: Mapping[str, Tensor], seen: Tensor, branches: Tensor) -> RowPaths:
         return RowPaths(
-            self._tables,
+            self._passes.tables.data,
             inputs["level_table"],
             inputs["level_committed"],
             seen,
