@@ -627,6 +627,13 @@ MUTANTS = (
         GPU_PASSES,
     ),
     Mutant(
+        "the logits that graphs of transformers' forward keep are not planned",
+        "paceline/model/gpu/memory.py",
+        " + self.kept_logits",
+        "",
+        ("unit/test_memory_plan.py",),
+    ),
+    Mutant(
         "arguments of attention that are not known are swallowed",
         "paceline/model/attention.py",
         "if given is not None and name not in IGNORED_ARGUMENTS):",
