@@ -543,6 +543,13 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(
+        "a model of several ranks is asynchronous like the part of one",
+        "paceline/model/tensor_parallel_model.py",
+        "        self.asynchronous = False  # `run` waits for the other ranks\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
         "nccl's watchdog ends a process that waits for a late rank",
         "paceline/model/parallel/tensor_parallel_group.py",
         'os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"',
