@@ -634,6 +634,20 @@ MUTANTS = (
         GPU_PASSES,
     ),
     Mutant(
+        "a pass without a graph has a number of rows that is not probed",
+        "paceline/model/gpu/paged_pass.py",
+        "next((size for size in GRAPH_ROWS if size >= len(rows)), -(-len(rows) // GROUP) * GROUP)",
+        "-(-len(rows) // GROUP) * GROUP",
+        GPU_PASSES,
+    ),
+    Mutant(
+        "slot tables on a GPU are as long as the rotary tables",
+        "paceline/model/decoder.py",
+        "positions=info.max_model_len,",
+        "positions=positions,",
+        GPU_PASSES,
+    ),
+    Mutant(
         "the logits that graphs of transformers' forward keep are not planned",
         "paceline/model/gpu/memory.py",
         " + self.kept_logits",
