@@ -724,6 +724,13 @@ MUTANTS = (
         "= (False, True)",
         PROBE,
     ),
+    Mutant(
+        "a GPU's products beside packed ones may be split",
+        "paceline/model/packed_model.py",
+        "        use_whole_sums(device)\n",
+        "",
+        PACKED_PRODUCTS,
+    ),
     # Native code: the same questions, and what threads and memory may do.
     Mutant(
         "native: a row sees one key too many",
@@ -801,6 +808,13 @@ MUTANTS = (
         "{name: plane[:, rows] for name, plane in self.planes.items()}",
         "{name: plane[:, rows if name == 'codes' else slice(rows.stop - rows.start)] for name, plane in "
         "self.planes.items()}",
+        PACKED_PRODUCTS,
+    ),
+    Mutant(
+        "GPU: attention beside packed products is not compared",
+        "paceline/model/packed_model.py",
+        "check = partial(check_attention, tokens, by_torch)",
+        "check = lambda _: None",
         PACKED_PRODUCTS,
     ),
     Mutant(
