@@ -818,6 +818,13 @@ MUTANTS = (
         PACKED_PRODUCTS,
     ),
     Mutant(
+        "GPU: numerics do not say how packed formats are read",
+        "paceline/model/packed_model.py",
+        "file_digest(packed_formats.__file__, packed_products.__file__)",
+        "file_digest(packed_products.__file__)",
+        ("unit/model/test_numerics.py",),
+    ),
+    Mutant(
         "native: a block is worth the scale of the other block of its unit",
         "paceline/model/native/packed.hpp",
         "s.scale[0] = number(p + 32 * b + 2 * PART * part);",
