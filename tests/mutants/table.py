@@ -606,6 +606,13 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
+        "Triton: products and sums of attention are fused",
+        "paceline/model/gpu/attention_kernels.py",
+        'EXACT = {"enable_fp_fusion": False}',
+        'EXACT = {"enable_fp_fusion": True}',
+        TRITON,
+    ),
+    Mutant(
         "a chain's plan leaves out requests that end before the last level",
         "paceline/drafting/draft_graph.py",
         'inputs["level_seen"].amax(0)',
