@@ -1702,6 +1702,20 @@ MUTANTS = (
         GRAPHED_DRAFTS,
     ),
     Mutant(
+        "a comment in a stream of events is taken for an event",
+        "loadtests/received_stream.py",
+        'if not line or line.startswith(":"):',
+        "if not line:",
+        ("unit/lab/test_loadtests.py",),
+    ),
+    Mutant(
+        "a step of the GPU's benchmark does not hear an interrupt that its parent ignores",
+        "paceline_lab/bench/gpu_run.py",
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)",
+        "pass",
+        ("unit/lab/test_gpu_bench.py",),
+    ),
+    Mutant(
         "a kernel takes the slots of another node's path",
         "paceline/drafting/draw_kernels.py",
         "branches + parent[:, None] * depth",
