@@ -95,6 +95,12 @@ def test_an_h100_runs_them_without_spills(launches: dict[str, list[Launch]], tmp
         assert bool(made[0].products) == (name == "_attend")
 
 
+def test_attention_rounds_each_product_and_each_sum(launches: dict[str, list[Launch]], tmp_path: Path) -> None:
+    """Powers of two are one instruction, which is none of both."""
+    for name in ("_attend", "_merge"):
+        assert not any(compiled(each, tmp_path).fuses for each in launches[name]), name
+
+
 def test_attention_is_two_kernels_and_each_other_step_one(launches: dict[str, list[Launch]]) -> None:
     """As `tests.helpers.counted_kernels.FusedKernels` has them, by which a layer's kernels are counted."""
     assert {name: len(found) for name, found in launches.items()} == dict.fromkeys(launches, 2)
