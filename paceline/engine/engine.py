@@ -91,7 +91,8 @@ class Engine:
             model, make_verifier(speculative_config, draw_candidates), draft_client.hidden_state_layers, clock
         )
         node_cost = self._meter.cost if speculative_config.row_budget else StepCost(FREE_ROWS)
-        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), node_cost)
+        caching = config.enable_prefix_caching and not model.keeps_states  # a prefix has no state of its own yet
+        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=caching), node_cost)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
         self._next_key = count(1)

@@ -49,18 +49,20 @@ class Heads:
         DeepSeek's latent attention (MLA) is cached uncompressed, with a key and a value for every head. Their sizes
         differ; the smaller one is padded.
 
-        Raises ValueError if there are no heads, or if layers differ in them.
+        A model of states alone has none, and `NO_HEADS` here. Raises ValueError if layers differ in them.
         """
         if not getattr(config, "num_attention_heads", None):
-            raise ValueError(
-                "it has no attention heads: its past is a state, which cannot be rolled back when a guess is refused"
-            )
+            return NO_HEADS
         heads = int(config.num_attention_heads)
         if getattr(config, "kv_lora_rank", None):
             return cls(heads, 1, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim))
         shares_key = getattr(config, "model_type", "") == "gpt_bigcode" and config.multi_query
         kv_heads = 1 if shares_key else int(getattr(config, "num_key_value_heads", None) or heads)
         return cls(kv_heads, heads // kv_heads, _head_size(config) or config.hidden_size // heads)
+
+
+NO_HEADS = Heads(1, 1, 64)
+"""Of a cache without layers."""
 
 
 def _head_size(config: Any) -> int | None:
@@ -358,14 +360,15 @@ def _partial(query: Tensor, kv: Tensor, mask: Tensor | None, options: AttentionO
     return (torch.softmax(scores, -1) @ value.float()).to(query.dtype), weight
 
 
-_current: ContextVar[tuple[Pass, list[int]]] = ContextVar("pass")
+_current: ContextVar[tuple[Pass, list[int], Sequence[int] | None]] = ContextVar("pass")
 
 
 @contextmanager
-def use_pass(this: Pass) -> Iterator[list[int]]:
-    """Within it, `attention_interface` attends in this pass, and adds the layer to the list that this yields."""
+def use_pass(this: Pass, cached: Sequence[int] | None = None) -> Iterator[list[int]]:
+    """Within it, `attention_interface` attends in this pass, and adds the layer to the list that this yields. `cached`:
+    the layers that the cache has; None: all."""
     attended: list[int] = []
-    token = _current.set((this, attended))
+    token = _current.set((this, attended, cached))
     try:
         yield attended
     finally:
@@ -401,7 +404,7 @@ def attention_interface(
     current = _current.get(None)
     if current is None:
         raise ValueError("this model was loaded for paceline's row runner; call it through paceline.model")
-    this, attended = current
+    this, attended, cached = current
     if unknown := sorted(name for name, given in others.items() if given is not None and name not in IGNORED_ARGUMENTS):
         raise ValueError(f"its attention takes what is not known here: {', '.join(unknown)}")
     if attention_mask is not None:
@@ -417,7 +420,7 @@ def attention_interface(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (_pad_heads(t[0].transpose(0, 1), cache.width) for t in (query, key, value))
     options = AttentionOptions(scale, sliding_window or 0, softcap or 0.0, s_aux)
-    out = this.attend(q, k, v, layer, options)
+    out = this.attend(q, k, v, layer if cached is None else cached.index(layer), options)
     return out.view(1, q.shape[0], q.shape[1], cache.width)[..., : value.shape[-1]].contiguous(), None
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import ATTENTION, Heads, Pass, use_pass
+from paceline.model.attention import ATTENTION, Heads, KVCache, Pass, TorchPass, use_pass
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.memory import GRAPH_LOGITS
 from paceline.model.gpu.paged_pass import PagedPass
@@ -32,6 +32,9 @@ from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_network import NativeNetwork
 from paceline.model.network_factory import Network, log_once, make_attention, make_network
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
+from paceline.model.states.recurrences import Walker
+from paceline.model.states.state_cache import StateCache
+from paceline.model.states.stored_states import StateShapes, StoredStates, intercept_states, use_walker
 from paceline.model.torch_attention import TorchAttention
 
 if TYPE_CHECKING:  # a model of one process does not load it
@@ -51,6 +54,9 @@ ROUNDING_SHARE = 3.0
 with the number of layers."""
 MOST_TOLERANCE = 0.4
 """Whatever transformers' own difference is: its second way may not know a model's attention."""
+
+MEASURED_ROWS = 256
+"""Guesses of a pass whose time is measured, at most."""
 
 RunLogits = Callable[[Sequence[Row], Sequence[int]], Tensor]
 """Logits of the wanted rows of a pass."""
@@ -98,6 +104,7 @@ class LayeredModel(TransformersModel):
         self._parameters = inspect.signature(network.forward).parameters
         tokens = checked_tokens(len(network.get_output_embeddings().weight), positions, info.slots)
         expected = None if sharding is not None else _reference(network, tokens)
+        intercept_states(network)
         network.set_attn_implementation(ATTENTION)
         use_chunked_linear(network)
         _route_row_by_row(network)
@@ -105,16 +112,23 @@ class LayeredModel(TransformersModel):
             sharding.install_collectives(network)
         self._head: nn.Module = network.get_output_embeddings()
         weight: Any = self._head.weight
+        self._network = network
+        self._attending, shapes = self._discovered(info.layers, heads, weight)
+        if shapes.calls and sharding is not None:
+            raise ValueError("its layers keep states, which ranks do not share yet: set tensor_parallel_size to 1")
         self._attention, cache = make_attention(
-            info.layers, heads, info.slots, info.max_model_len, weight, info.kv_cache_dtype
+            len(self._attending), heads, info.slots, info.max_model_len, weight, info.kv_cache_dtype
         )
         super().__init__(info, cache, network.config.get_text_config(decoder=True))
-        self._network = network
+        self._states: StoredStates | None = None
+        if shapes.calls:
+            self.keeps_states = True
+            guesses = max(info.rows, MEASURED_ROWS)
+            self._states = StoredStates(StateCache(info.requests, guesses, shapes.longest, cache.device))
         base: Any = network.base_model
         self._embedding: Any = base.get_input_embeddings()
         self._taps: list[nn.Module] = [self._embedding, *_layers_of(base, self.layers), base]
         self.has_native_attention = isinstance(self._attention, NativeAttention)
-        self._check_layers(tokens)
         self._graphs: PassGraphs | None = None
         self._graph_wanted = torch.zeros(GRAPH_LOGITS, dtype=torch.int64, device=self.device)
         if expected is not None:
@@ -129,7 +143,7 @@ class LayeredModel(TransformersModel):
     def _capture(self, check: Callable[[], None]) -> None:
         """Graphs of transformers' forward, where its code can be captured and what they compute is right."""
         attention = self._attention
-        if not isinstance(attention, TorchAttention) or not attention.graphs:
+        if not isinstance(attention, TorchAttention) or not attention.graphs or self._states is not None:
             return
         try:
             self._graphs = attention.capture(self._graph_outputs)
@@ -142,7 +156,7 @@ class LayeredModel(TransformersModel):
     def _graph_outputs(self, this: PagedPass) -> list[Tensor]:
         """Logits of `_graph_wanted`, and the outputs of all layers."""
         with self._kept_outputs(range(len(self._taps))) as kept:
-            logits, _ = self._logits(this, self._graph_wanted)
+            logits = self._logits(this, self._graph_wanted)
         return [logits, *(kept[n] for n in range(len(self._taps)))]
 
     @torch.inference_mode()
@@ -155,7 +169,7 @@ class LayeredModel(TransformersModel):
                 logits = outputs[0][: len(wanted)].clone()  # the next pass overwrites them
                 return ModelOutput(logits, torch.stack(tapped, 1) if tapped else None)
         with self._kept_outputs(hidden_layers) as kept:
-            logits, _ = self._forward(rows, wanted)
+            logits = self._forward(rows, wanted)
         hidden = torch.stack([kept[n][: len(rows)] for n in hidden_layers], 1) if hidden_layers else None
         return ModelOutput(logits, hidden)
 
@@ -170,33 +184,43 @@ class LayeredModel(TransformersModel):
             for hook in hooks:
                 hook.remove()
 
-    def _forward(self, rows: Sequence[Row], wanted: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Logits [wanted, vocabulary], and the layers that attended by `attention_interface`."""
-        logits, attended = self._logits(self._attention(rows), padded_row_indices(wanted, self.device))
-        return logits[: len(wanted)], attended
+    def _forward(self, rows: Sequence[Row], wanted: Sequence[int]) -> Tensor:
+        """Logits [wanted, vocabulary]."""
+        this = self._attention(rows)
+        walker = None if self._states is None else self._states.walker(rows, len(this.tokens))
+        return self._logits(this, padded_row_indices(wanted, self.device), walker)[: len(wanted)]
 
-    def _logits(self, this: Pass, indices: Tensor) -> tuple[Tensor, list[int]]:
-        """Logits [n, vocabulary] of rows, int64 [n], and the layers that attended."""
+    def _logits(self, this: Pass, indices: Tensor, walker: Walker | None = None) -> Tensor:
+        """Logits [n, vocabulary] of rows, int64 [n]."""
         keeps = "logits_to_keep" in self._parameters
-        with use_pass(this) as attended:
+        with use_pass(this, self._attending), use_walker(walker):
             logits: Tensor = self._network(
                 input_ids=this.tokens.long().unsqueeze(0),
                 position_ids=this.positions.long().unsqueeze(0),
                 use_cache=False,
                 **({"logits_to_keep": indices} if keeps else {}),
             ).logits[0]
-        return logits if keeps else logits.index_select(0, indices), attended
+        return logits if keeps else logits.index_select(0, indices)
 
     @torch.inference_mode()
-    def _check_layers(self, tokens: Sequence[int]) -> None:
-        """Raises ValueError unless every layer attends by `attention_interface`, once."""
-        table = SlotTable(range(1, len(tokens) + 1))
-        _, attended = self._forward([table.row(token, i) for i, token in enumerate(tokens)], [])
-        if sorted(attended) != list(range(self.layers)):
+    def _discovered(self, layers: int, heads: Heads, like: Tensor) -> tuple[list[int], StateShapes]:
+        """The layers that attend by `attention_interface`, and the states that others read.
+
+        Raises ValueError if a layer attends twice, or if there are no states and a layer does not attend.
+        """
+        table, shapes = SlotTable(range(1, GROUP + 1)), StateShapes()
+        this = TorchPass.of(
+            KVCache(layers, GROUP, heads, like.dtype, like.device), [table.row(0, i) for i in range(GROUP)]
+        )
+        with use_pass(this) as attended, use_walker(shapes):
+            self._network(input_ids=this.tokens.unsqueeze(0), position_ids=this.positions.unsqueeze(0), use_cache=False)
+        attending = sorted(set(attended))
+        if len(attended) != len(attending) or (len(attending) != layers and not shapes.calls):
             raise ValueError(
-                f"its {self.layers} layers attend {len(attended)} times by way of transformers' attention "
-                "interface, and not once each: what else they do with keys and values is not known here"
+                f"its {layers} layers attend {len(attended)} times by way of transformers' attention interface, and "
+                "not once each: what else they do with keys and values is not known here"
             )
+        return attending, shapes
 
     def embedding(self) -> Tensor:
         """The network's own weight, or a copy where the module does more than look it up, such as scale it."""
@@ -318,10 +342,11 @@ def check_logits(run: RunLogits, tokens: Sequence[int], expected: Reference, dty
     half = len(tokens) // 2
     slots = iter(range(1, 3 * len(tokens) + 1))
     whole, start, other = (SlotTable(itertools.islice(slots, n)) for n in (len(tokens), half, len(tokens)))
-    logits = run([whole.row(token, i) for i, token in enumerate(tokens)], range(len(tokens)))
     last = min(GROUP, half)
     before, after = SlotTable(whole.slots[:-last]), whole.slots[-last:]
+    run([before.row(token, i) for i, token in enumerate(tokens[:-last])], [])
     alone = run([before.branch_row(token, after[: i + 1]) for i, token in enumerate(tokens[-last:])], range(last))
+    logits = run([whole.row(token, i) for i, token in enumerate(tokens)], range(len(tokens)))
     run([start.row(token, i) for i, token in enumerate(tokens[:half])], [])
     branch = list(itertools.islice(slots, len(tokens) - half))
     guesses = [start.branch_row(token, branch[: i + 1]) for i, token in enumerate(tokens[half:])]

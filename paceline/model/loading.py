@@ -45,8 +45,8 @@ if TYPE_CHECKING:  # a model of one process does not load them
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CACHED_ATTENTION = {"full_attention", "sliding_attention"}
-"""Kinds of layers that cache keys and values by position."""
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "moe", "mlp"}
+"""Kinds of layers that cache keys and values by position, keep a state that is known here, or keep nothing."""
 TEXT_KEY_MAPPING = {
     r"^(model\.)?language_model\.model\.": "model.",
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -183,6 +183,8 @@ def build(
             fingerprint=fingerprint,
             folder=Path(name if folder is None else folder),
             kv_cache_dtype=config.kv_cache_dtype,
+            requests=config.max_num_seqs,
+            rows=config.max_num_batched_rows,
         )
         heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
         model = make_model(network, info, heads, positions, sharding, verify=config.verify)
@@ -386,12 +388,9 @@ def dtype_of(config: Any, engine: EngineConfig) -> torch.dtype:
 
 
 def _check_layers(name: str, settings: Any) -> None:
-    """Raises ValueError if a layer keeps a recurrent state, which cannot be rolled back when a guess is refused."""
-    if others := sorted(set(getattr(settings, "layer_types", None) or ()) - CACHED_ATTENTION):
-        raise ValueError(
-            f"{name} has layers of the kind {others[0]}: choose a model with full or sliding attention in every layer, "
-            "since others keep a state that cannot be rolled back when a guess is refused"
-        )
+    """Raises ValueError if a layer is of a kind that is not known here."""
+    if others := sorted(set(getattr(settings, "layer_types", None) or ()) - KNOWN_LAYERS):
+        raise ValueError(f"{name} has layers of the kind {others[0]}, and known are {', '.join(sorted(KNOWN_LAYERS))}")
 
 
 def end_tokens(path: Path, config: Any) -> list[int]:

@@ -39,6 +39,8 @@ class Model(Protocol):
     rows_invariant: bool
     numerics: str
     """One line that names everything the numbers depend on, apart from the weights."""
+    keeps_states: bool
+    """Whether layers keep states by request: then no request begins with another one's prefix."""
     asynchronous: bool
     """Whether `run` returns before the pass is computed, as on an accelerator. Who reads its output waits for it."""
 
@@ -66,6 +68,11 @@ class ModelInfo:
     numerics: str = ""
     kv_cache_dtype: KVCacheDtype = "auto"
     asynchronous: bool = False
+    keeps_states: bool = False
+    requests: int = 64
+    """That run at once."""
+    rows: int = 256
+    """Of a pass."""
 
 
 class TransformersModel(ModelInfo):

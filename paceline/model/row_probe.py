@@ -65,9 +65,8 @@ def differing_row_counts(model: Model, counts: Iterable[int]) -> list[int]:
     if not counts:
         return []
     table = _context(model, tokens[:length], slots, length)
-    first = len(table)
     alone = torch.stack(_one_by_one(model, tokens[length:], table, slots))
-    table.truncate(first)
+    table = _context(model, tokens[:length], iter(table.slots[:length]), length)
     free = list(itertools.islice(slots, max(counts)))
     rows = [
         table.branch_row(tokens[length + i % PROBED_TOKENS], free[i - i % PROBED_TOKENS : i + 1])
@@ -146,7 +145,7 @@ def measure_row_cost(model: Measurable, most: int, repeats: int = 5, context: in
     for start in range(0, context, ROW_COUNTS[-1]):
         finish(model.run([table.row(0, i) for i in range(start, min(start + ROW_COUNTS[-1], context))], []).logits)
     counts = [n for n in ROW_COUNTS if n <= min(most, model.slots // 4)]
-    guesses = _guesses(model, max(counts), context)
+    guesses = _guesses(table, max(counts))
     # Round robin, and the fastest of each: other processes on this machine then hardly distort the curve. The longest
     # first: a long pass evicts the weights from the caches, and several short ones bring them back.
     rounds = [[_timed(model, guesses[:count]) for count in reversed(counts)] for _ in range(repeats)]
@@ -157,22 +156,23 @@ def quick_row_cost(model: Measurable, most: int) -> LearnedRowCost:
     """A first estimate from at most three passes: a few rows, one row, and as many as the budget has time for.
 
     In the budget each further row is taken to cost what a row of the second pass did. No pass computes a context: rows
-    attend to what the slots hold.
+    attend to what the slots hold, or have none where layers keep states.
     """
     most = max(1, min(most, model.slots // 4))
     few = min(FEW_ROWS, most)
-    points = {count: _timed(model, _guesses(model, count)) for count in sorted({1, few}, reverse=True)}
+    context = 0 if getattr(model, "keeps_states", False) else _context_length(model, PROBE_CONTEXT)
+    table = SlotTable(range(1, context + 1))
+    points = {count: _timed(model, _guesses(table, count)) for count in sorted({1, few}, reverse=True)}
     left = QUICK_SECONDS - sum(points.values())
     counts = [n for n in ROW_COUNTS if few < n <= min(most, QUICK_ROWS)]
     if affordable := [n for n in counts if n <= 2 * few or points[few] * n / few <= left]:
-        points[affordable[-1]] = _timed(model, _guesses(model, affordable[-1]))
+        points[affordable[-1]] = _timed(model, _guesses(table, affordable[-1]))
     return LearnedRowCost({count: max(seconds, SHORTEST_PASS_S) for count, seconds in points.items()})
 
 
-def _guesses(model: Measurable, count: int, context: int = PROBE_CONTEXT) -> list[Row]:
-    """Chains of guesses, `PROBE_DEPTH` deep, after `context` positions, if the model has as many."""
-    context = _context_length(model, context)
-    table = SlotTable(range(1, context + 1))
+def _guesses(table: SlotTable, count: int) -> list[Row]:
+    """Chains of guesses, `PROBE_DEPTH` deep, after a table of the slots from 1 on."""
+    context = len(table)
     return [table.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(count)]
 
 

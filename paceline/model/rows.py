@@ -84,6 +84,9 @@ class SlotTable:
         self._slots = array("i", slots)
         self.sent = 0
         """How many of the first slots a copy in a GPU's memory has."""
+        self.rooted = 0
+        """How many of the first tokens the states at the root have read, see `paceline.model.states`; 0: there are
+        none."""
 
     @property
     def slots(self) -> array[int]:
@@ -91,7 +94,7 @@ class SlotTable:
 
     @slots.setter
     def slots(self, slots: Iterable[int]) -> None:
-        self._slots, self.sent = array("i", slots), 0
+        self._slots, self.sent, self.rooted = array("i", slots), 0, 0
 
     @property
     def address(self) -> int:
@@ -108,6 +111,8 @@ class SlotTable:
         """Keep only the first `length` positions."""
         del self._slots[length:]
         self.sent = min(self.sent, length)
+        if length < self.rooted:
+            self.rooted = 0
 
     def row(self, token: int, position: int) -> Row:
         """The row of a position in this table."""

@@ -54,6 +54,7 @@ class TimedModel:
         self.fingerprint = spec.fingerprint
         self.numerics = "no weights"
         self.asynchronous = False
+        self.keeps_states = False
         self.rows_invariant = True
         self._spec = spec
         self._clock, self._sleep = clock, sleep

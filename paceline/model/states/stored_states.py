@@ -1,0 +1,173 @@
+"""The numbers of states and of guesses' inputs, and how transformers' layers reach them in a pass."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.model.rows import GROUP, Row
+from paceline.model.states.recurrences import FUNCTIONS, Scan, Walker
+from paceline.model.states.state_cache import StateCache, StateWalk
+
+_current: ContextVar[Walker | None] = ContextVar("walker", default=None)
+
+
+@contextmanager
+def use_walker(walker: Walker | None) -> Iterator[None]:
+    """Within it, layers of transformers read states by `walker`; None: by their own functions."""
+    token = _current.set(walker)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def intercept_states(network: nn.Module) -> None:
+    """Let the layers of a network ask for the current walker. Without one they compute what they did before."""
+    for module in {sys.modules[type(each).__module__] for each in network.modules()}:
+        for name in FUNCTIONS.keys() & vars(module).keys():
+            function = getattr(module, name)
+            if not hasattr(function, "reads_states"):
+                setattr(module, name, _intercepted(function, FUNCTIONS[name]))
+
+
+def _intercepted(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*given: Any, **named: Any) -> Any:
+        walker = _current.get()
+        return original(*given, **named) if walker is None else ours(walker, *given, **named)
+
+    function.reads_states = True  # type: ignore[attr-defined]
+    return function
+
+
+class StateShapes:
+    """A walker that computes nothing, and notes which states a pass reads."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+        """Tokens before its own that a convolution reads, at most."""
+        self.calls = 0
+
+    def window(self, inputs: Tensor, taps: int) -> Tensor:
+        self.calls += 1
+        self.longest = max(self.longest, taps - 1)
+        return inputs.new_zeros(len(inputs), taps - 1, inputs.shape[-1])
+
+    def scan(self, scan: Scan) -> Tensor:
+        self.calls += 1
+        rows = len(scan.updates[0])
+        return scan.read(scan.updates[0].new_zeros(rows, *scan.shape), *scan.queries)
+
+
+class StoredStates:
+    """The states of a model's layers, one memory for each call of a pass, in the order of the calls."""
+
+    def __init__(self, cache: StateCache) -> None:
+        self.cache = cache
+        self._memories: list[_Inputs | _States] = []
+
+    def walker(self, rows: Sequence[Row], padded: int) -> PassWalker:
+        """Of the next pass, `padded` rows long. Raises as `StateCache.walk`."""
+        return PassWalker(self.cache, self.cache.walk(rows, padded), self._memories)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what the passes so far have needed."""
+        return sum(each.nbytes for each in self._memories)
+
+
+class PassWalker:
+    """One pass. Each layer's call has to come in the order of the passes before."""
+
+    def __init__(self, cache: StateCache, walk: StateWalk, memories: list[_Inputs | _States]) -> None:
+        self._cache, self._walk, self._memories = cache, walk, memories
+        self._calls = 0
+
+    def window(self, inputs: Tensor, taps: int) -> Tensor:
+        memory = self._memory(lambda: _Inputs(self._cache, inputs))
+        assert isinstance(memory, _Inputs)
+        return memory.window(self._walk, inputs, taps)
+
+    def scan(self, scan: Scan) -> Tensor:
+        memory = self._memory(lambda: _States(self._cache, scan))
+        assert isinstance(memory, _States)
+        return memory.scan(self._walk, scan)
+
+    def _memory(self, make: Callable[[], _Inputs | _States]) -> _Inputs | _States:
+        if self._calls == len(self._memories):
+            self._memories.append(make())
+        self._calls += 1
+        return self._memories[self._calls - 1]
+
+
+class _Inputs:
+    """Of a convolution: zeros, M inputs before each root, the inputs of guesses, and the rows of this pass."""
+
+    def __init__(self, cache: StateCache, like: Tensor) -> None:
+        self._cache = cache
+        self._data = like.new_zeros(cache.first_row + GROUP, like.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+    def window(self, walk: StateWalk, inputs: Tensor, taps: int) -> Tensor:
+        """See `Walker`."""
+        cache, rows = self._cache, len(inputs)
+        if self._data.shape[0] < cache.first_row + rows:
+            kept = self._data[: cache.first_row]
+            self._data = torch.cat([kept, inputs.new_zeros(rows, inputs.shape[-1])])
+        data = self._data
+        data[cache.first_row : cache.first_row + rows] = inputs
+        before = data.index_select(0, walk.windows[:, cache.window - taps + 1 :].flatten())
+        tails = data.index_select(0, walk.tails.flatten())
+        first = 1 + walk.tail_roots * cache.window
+        data.index_copy_(0, (first.unsqueeze(1) + torch.arange(cache.window, device=data.device)).flatten(), tails)
+        data.index_copy_(0, walk.places + cache.first_place, inputs.index_select(0, walk.guesses))
+        return before.view(rows, taps - 1, -1)
+
+
+class _States:
+    """Of a scan: the states at the roots, float32, and the updates of guesses."""
+
+    def __init__(self, cache: StateCache, scan: Scan) -> None:
+        self._roots = scan.updates[0].new_zeros(cache.requests, *scan.shape, dtype=torch.float32)
+        self._kept = [each.new_zeros(cache.guesses, *each.shape[1:]) for each in scan.updates]
+
+    @property
+    def nbytes(self) -> int:
+        return self._roots.nbytes + sum(each.nbytes for each in self._kept)
+
+    def scan(self, walk: StateWalk, scan: Scan) -> Tensor:
+        """See `Walker`."""
+        self._roots.index_fill_(0, walk.fresh, 0.0)
+        state = self._roots.index_select(0, walk.roots)
+        out: Tensor | None = None
+        for level in walk.levels:
+            state = state.index_select(0, level.parents)
+            state = scan.update(
+                state,
+                *(
+                    torch.cat([kept.index_select(0, level.guesses), update.index_select(0, level.rows)])
+                    for kept, update in zip(self._kept, scan.updates, strict=True)
+                ),
+            )
+            read = scan.read(
+                state[len(level.guesses) :], *(query.index_select(0, level.rows) for query in scan.queries)
+            )
+            if out is None:
+                out = read.new_zeros(len(scan.updates[0]), *read.shape[1:])
+            out.index_copy_(0, level.rows, read)
+            self._roots.index_copy_(0, level.ended_roots, state.index_select(0, level.ends))
+        for kept, update in zip(self._kept, scan.updates, strict=True):
+            kept.index_copy_(0, walk.places, update.index_select(0, walk.guesses))
+        assert out is not None, "a pass has rows"
+        return out
