@@ -77,7 +77,9 @@ class ModelNetwork:
     first_row = state_size = 0
 
     def __init__(self, model: Model, method: str = "draft_model", mapping: VocabularyMapping | None = None) -> None:
-        """Raises ValueError if the vocabularies have too little in common."""
+        """Raises ValueError if the vocabularies have too little in common, or if the model keeps states."""
+        if model.keeps_states:
+            raise ValueError(f"{model.name} cannot be a draft: its layers keep states, which drafts do not know yet")
         fingerprint, size = model.fingerprint, model.vocabulary_size
         self._columns = self.ids = None
         if mapping is not None:

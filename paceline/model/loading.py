@@ -45,7 +45,9 @@ if TYPE_CHECKING:  # a model of one process does not load them
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "moe", "mlp"}
+KNOWN_LAYERS = frozenset(
+    ["attention", "conv", "full_attention", "hybrid", "linear_attention", "mamba", "mlp", "moe", "sliding_attention"]
+)
 """Kinds of layers that cache keys and values by position, keep a state that is known here, or keep nothing."""
 TEXT_KEY_MAPPING = {
     r"^(model\.)?language_model\.model\.": "model.",

@@ -78,7 +78,15 @@ TINY: Mapping[str, Any] = {
     for name in names.split()
 }
 """Settings by their names in transformers' configurations, each of which has some of them."""
+MIXED = ["linear_attention", "full_attention"]
 OWN: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"layer_types": MIXED} for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bailing_hybrid")},
+    **{name: {"layer_types": ["conv", "full_attention"]} for name in ("lfm2", "lfm2_moe", "lfm3")},
+    "kimi_linear": {"layer_types": MIXED, "linear_num_heads": 4, "linear_head_dim": 16},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 8},
     "phi3": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},

@@ -6,12 +6,24 @@ import pytest
 
 from tests.exactness.architectures import Verdict, judge
 
-EQUAL = ("gpt2", "gpt_neox", "gemma2", "gpt_oss", "granite_swa", "phi3", "olmoe", "stablelm", "opt")
+EQUAL = (
+    "gpt2",
+    "gpt_neox",
+    "gemma2",
+    "gpt_oss",
+    "granite_swa",
+    "phi3",
+    "olmoe",
+    "stablelm",
+    "opt",
+    "qwen3_next",
+    "jamba",
+)
 REFUSED = {
     "xglm": "its 2 layers attend 0 times by way of transformers' attention interface",
-    "bamba": "its 2 layers attend 0 times",
-    "falcon_h1": "its logits beside another request are off by",
-    "mamba": "it has no attention heads: its past is a state",
+    "minimax": "its 2 layers attend 1 times",
+    "rwkv": "its 2 layers attend 0 times",
+    "mimo_v2_flash": "its layers differ in their attention heads",
 }
 
 

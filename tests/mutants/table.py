@@ -40,6 +40,7 @@ ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 PROBE = ("unit/model/test_row_probe.py",)
 GPU_PASSES = ("unit/model/test_gpu_passes.py",)
 TRITON = ("unit/model/test_triton_kernels.py",)
+STATES = ("exactness/test_states.py",)
 GRAPHED_DRAFTS = ("unit/drafting/test_graphed_drafts.py",)
 DRAW_KERNELS = ("unit/drafting/test_draw_kernels.py",)
 LOADING_PEAK = ("unit/model/test_loading_peak.py",)
@@ -1686,6 +1687,48 @@ MUTANTS = (
         'self._passes.kernels.write_tables(tables, inputs["writes"])',
         "pass",
         GRAPHED_DRAFTS,
+    ),
+    Mutant(
+        "a state is advanced by guesses that are refused",
+        "paceline/model/states/state_cache.py",
+        "        paths.add_row(r, row.slot)\n",
+        "        paths.add_row(r, row.slot)\n        paths.end_trunk()\n",
+        STATES,
+    ),
+    Mutant(
+        "a branch sees the state of its sibling",
+        "paceline/model/states/state_cache.py",
+        "        paths.go_to_trunk()\n",
+        "",
+        STATES,
+    ),
+    Mutant(
+        "a convolution forgets one input",
+        "paceline/model/states/recurrences.py",
+        "    for tap in range(taps - 1):",
+        "    for tap in range(1, taps - 1):",
+        STATES,
+    ),
+    Mutant(
+        "accepted tokens are left out of a convolution",
+        "paceline/model/states/stored_states.py",
+        "        tails = data.index_select(0, walk.tails.flatten())",
+        "        tails = data.index_select(0, walk.windows[: len(walk.tails)].flatten())",
+        STATES,
+    ),
+    Mutant(
+        "a state begins with that of the request before",
+        "paceline/model/states/stored_states.py",
+        "        self._roots.index_fill_(0, walk.fresh, 0.0)\n",
+        "",
+        STATES,
+    ),
+    Mutant(
+        "a request that rests is not advanced by what it accepted",
+        "paceline/model/states/state_cache.py",
+        "            if 0 < table.rooted < len(table):",
+        "            if False:",
+        STATES,
     ),
     Mutant(
         "a kernel takes the feature of another node's parent",

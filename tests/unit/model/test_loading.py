@@ -153,7 +153,7 @@ def test_a_missing_model_or_tokenizer(copy: Path, tmp_path: Path) -> None:
 MTP_TENSOR = "model.layers.2.mlp.up_proj.weight"
 SCALE = "model.layers.1.mlp.up_proj.weight_scale"
 UP = "model.layers.1.mlp.up_proj.weight"
-RECURRENT = "has layers of the kind linear_attention: choose a model with full or slid"
+UNKNOWN_LAYERS = "has layers of the kind chunked_attention, and known are attention, conv"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (
         lambda folder: os.truncate(folder / "model.safetensors", 5000),
@@ -176,15 +176,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_weights(folder, lambda w: w | {MTP_TENSOR: torch.ones(1)}),
         rf"does not have \({MTP_TENSOR}",
     ),
-    # A draft head can be loaded from these, but the target is refused, before its weights are read.
-    "qwen3_next": (
+    "unknown layers": (  # before its weights are read
         lambda folder: (
-            change_config(folder, model_type="qwen3_next", layer_types=None),
+            change_config(folder, layer_types=["chunked_attention"] * 2),
             (folder / "model.safetensors").unlink(),
         ),
-        RECURRENT,
+        UNKNOWN_LAYERS,
     ),
-    "qwen3_5": (lambda folder: change_config(folder, model_type="qwen3_5_text", layer_types=None), RECURRENT),
 }
 
 
