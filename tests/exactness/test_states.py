@@ -24,8 +24,8 @@ from tests.exactness.architectures import VOCABULARY, Oracle, tiny
 from tests.helpers.engine_runs import run
 
 KINDS = ("qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2", "falcon_h1")
-"""Gated delta rule, Kimi's, Mamba-2, a convolution alone, and attention beside a state. Mamba's first kind multiplies matrices
-outside linear layers, whose sums depend on the number of rows: the probe at the start says so."""
+"""Gated delta rule, Kimi's, Mamba-2, a convolution alone, and attention beside a state. Mamba's first kind multiplies
+matrices outside linear layers, whose sums depend on the number of rows: the probe at the start says so."""
 REQUESTS = 6
 MODELS: dict[str, Any] = {}
 
