@@ -32,9 +32,9 @@ from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_network import NativeNetwork
 from paceline.model.network_factory import Network, log_once, make_attention, make_network
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
-from paceline.model.states.recurrences import Walker
+from paceline.model.states.recurrences import StateReader
 from paceline.model.states.state_cache import StateCache
-from paceline.model.states.stored_states import StateShapes, StoredStates, intercept_states, use_walker
+from paceline.model.states.stored_states import StateShapes, StoredStates, intercept_states, use_reader
 from paceline.model.torch_attention import TorchAttention
 
 if TYPE_CHECKING:  # a model of one process does not load it
@@ -187,13 +187,13 @@ class LayeredModel(TransformersModel):
     def _forward(self, rows: Sequence[Row], wanted: Sequence[int]) -> Tensor:
         """Logits [wanted, vocabulary]."""
         this = self._attention(rows)
-        walker = None if self._states is None else self._states.walker(rows, len(this.tokens))
-        return self._logits(this, padded_row_indices(wanted, self.device), walker)[: len(wanted)]
+        reader = None if self._states is None else self._states.reader(rows, len(this.tokens))
+        return self._logits(this, padded_row_indices(wanted, self.device), reader)[: len(wanted)]
 
-    def _logits(self, this: Pass, indices: Tensor, walker: Walker | None = None) -> Tensor:
+    def _logits(self, this: Pass, indices: Tensor, reader: StateReader | None = None) -> Tensor:
         """Logits [n, vocabulary] of rows, int64 [n]."""
         keeps = "logits_to_keep" in self._parameters
-        with use_pass(this, self._attending), use_walker(walker):
+        with use_pass(this, self._attending), use_reader(reader):
             logits: Tensor = self._network(
                 input_ids=this.tokens.long().unsqueeze(0),
                 position_ids=this.positions.long().unsqueeze(0),
@@ -212,7 +212,7 @@ class LayeredModel(TransformersModel):
         this = TorchPass.of(
             KVCache(layers, GROUP, heads, like.dtype, like.device), [table.row(0, i) for i in range(GROUP)]
         )
-        with use_pass(this) as attended, use_walker(shapes):
+        with use_pass(this) as attended, use_reader(shapes):
             self._network(input_ids=this.tokens.unsqueeze(0), position_ids=this.positions.unsqueeze(0), use_cache=False)
         attending = sorted(set(attended))
         if len(attended) != len(attending) or (len(attending) != layers and not shapes.calls):

@@ -679,7 +679,7 @@ MUTANTS = (
     Mutant(
         "a model that attends elsewhere is accepted",
         "paceline/model/decoder.py",
-        "if sorted(attended) != list(range(self.layers)):",
+        "if len(attended) != len(attending) or (len(attending) != layers and not shapes.calls):",
         "if False:",
         ("exactness/test_architectures.py",),
     ),
@@ -1712,14 +1712,14 @@ MUTANTS = (
     Mutant(
         "accepted tokens are left out of a convolution",
         "paceline/model/states/stored_states.py",
-        "        tails = data.index_select(0, walk.tails.flatten())",
-        "        tails = data.index_select(0, walk.windows[: len(walk.tails)].flatten())",
+        "        tails = data.index_select(0, this.tails.flatten())",
+        "        tails = data.index_select(0, this.windows[: len(this.tails)].flatten())",
         STATES,
     ),
     Mutant(
         "a state begins with that of the request before",
         "paceline/model/states/stored_states.py",
-        "        self._roots.index_fill_(0, walk.fresh, 0.0)\n",
+        "        self._roots.index_fill_(0, this.fresh, 0.0)\n",
         "",
         STATES,
     ),

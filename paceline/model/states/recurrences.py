@@ -34,7 +34,7 @@ class Scan(NamedTuple):
     read: Callable[..., Tensor]
 
 
-class Walker(Protocol):
+class StateReader(Protocol):
     """A pass through the states."""
 
     def window(self, inputs: Tensor, taps: int) -> Tensor:
@@ -45,7 +45,7 @@ class Walker(Protocol):
 
 
 def convolution(
-    walker: Walker,
+    reader: StateReader,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -57,7 +57,7 @@ def convolution(
 
     inputs = hidden_states[0].T.contiguous()
     taps = weight.shape[-1]
-    before = walker.window(inputs, taps).float()
+    before = reader.window(inputs, taps).float()
     weights = weight.float()
     out = inputs.float() * weights[:, -1]
     for tap in range(taps - 1):
@@ -71,7 +71,7 @@ def convolution(
 
 
 def delta_rule(
-    walker: Walker,
+    reader: StateReader,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -101,11 +101,11 @@ def delta_rule(
         return (state * _repeated(q, repeats).unsqueeze(-1)).sum(-2)
 
     scan = Scan((heads, k.shape[-1], channels), (decay, k, v, beta[0].float()), (q,), update, read)
-    return walker.scan(scan).to(query.dtype).unsqueeze(0), None
+    return reader.scan(scan).to(query.dtype).unsqueeze(0), None
 
 
 def mamba2(
-    walker: Walker,
+    reader: StateReader,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -136,14 +136,14 @@ def mamba2(
 
     decay = (A.float() * dt).exp()
     scan = Scan((heads, channels, b.shape[-1]), (decay, x * dt.unsqueeze(-1), b), (c,), update, read)
-    out = walker.scan(scan)
+    out = reader.scan(scan)
     if D is not None:
         out = out + x * D.float().unsqueeze(-1)
     return out.unsqueeze(0)
 
 
 def mamba(
-    walker: Walker,
+    reader: StateReader,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -170,7 +170,7 @@ def mamba(
     def read(state: Tensor, c: Tensor) -> Tensor:
         return (state * c.unsqueeze(1)).sum(-1)
 
-    out = walker.scan(Scan(tuple(a.shape), (dt, x, b), (c,), update, read))
+    out = reader.scan(Scan(tuple(a.shape), (dt, x, b), (c,), update, read))
     if D is not None:
         out = out + x * D.float()
     out = out.to(hidden_states.dtype).T.unsqueeze(0)

@@ -35,7 +35,7 @@ class Level(NamedTuple):
     """Tokens of a pass that are equally far from their roots, as int64 indices. Those before this pass come first."""
 
     parents: Tensor
-    """Into the level above; for the first level into `StateWalk.roots`."""
+    """Into the level above; for the first level into `StatePass.roots`."""
     guesses: Tensor
     """Into kept inputs: of tokens that ran earlier."""
     rows: Tensor
@@ -47,12 +47,12 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StateWalk:
+class StatePass:
     """One pass through the states. All tensors are int64 on the device.
 
     roots [T]: the states from which paths begin. fresh: those that are zero. windows [R, M]: of each row, the inputs
     of the M tokens before it, in a convolution's memory; tails [T', M] the same of what comes after `tail_roots`.
-    guesses, places [G]: rows whose inputs are kept, and where.
+    guesses, entries [G]: rows whose inputs are kept, and where.
     """
 
     roots: Tensor
@@ -62,7 +62,7 @@ class StateWalk:
     tail_roots: Tensor
     tails: Tensor
     guesses: Tensor
-    places: Tensor
+    entries: Tensor
 
 
 class StateCache:
@@ -74,21 +74,21 @@ class StateCache:
         own that the longest convolution reads."""
         self.requests, self.guesses, self.window, self.device = requests, guesses, window, device
         self._roots: WeakKeyDictionary[SlotTable, int] = WeakKeyDictionary()
-        self._places: OrderedDict[int, int] = OrderedDict()
+        self._entries: OrderedDict[int, int] = OrderedDict()
         """By slot, the oldest first."""
         self._guessed: WeakSet[SlotTable] = WeakSet()
         """Tables after which the last passes had guesses."""
 
     @property
-    def first_place(self) -> int:
+    def first_entry(self) -> int:
         """Of kept inputs, in a convolution's memory: NO_INPUT, then M of each request, then these, then the rows."""
         return 1 + self.requests * self.window
 
     @property
     def first_row(self) -> int:
-        return self.first_place + self.guesses
+        return self.first_entry + self.guesses
 
-    def walk(self, rows: Sequence[Row], padded: int) -> StateWalk:
+    def paths(self, rows: Sequence[Row], padded: int) -> StatePass:
         """That of the next pass, `padded` rows long. Raises `StateLostError`, or ValueError if there are more requests
         or guesses than the cache has room for."""
         members: dict[SlotTable, list[int]] = {}
@@ -107,17 +107,17 @@ class StateCache:
             self._follow(paths, table, [(r, rows[r]) for r in indices])
         self._guessed = WeakSet(rows[r].slot_table for r in guesses)
         for row in rows:
-            self._places.pop(row.slot, None)  # of an earlier guess in this slot
-        used = set(self._places.values())
-        free = (place for place in range(self.guesses) if place not in used)
-        places: list[int] = []
+            self._entries.pop(row.slot, None)  # of an earlier guess in this slot
+        used = set(self._entries.values())
+        free = (entry for entry in range(self.guesses) if entry not in used)
+        entries: list[int] = []
         for r in guesses:
-            place = next(free, None)
-            if place is None:
-                _, place = self._places.popitem(last=False)
-            self._places[rows[r].slot] = place
-            places.append(place)
-        return paths.walk(guesses, places)
+            entry = next(free, None)
+            if entry is None:
+                _, entry = self._entries.popitem(last=False)
+            self._entries[rows[r].slot] = entry
+            entries.append(entry)
+        return paths.built(guesses, entries)
 
     def _follow(self, paths: _Paths, table: SlotTable, rows: Sequence[tuple[int, Row]]) -> None:
         """Add the rows of one request."""
@@ -142,20 +142,20 @@ class StateCache:
         """Begin a path at the request's root, and add the accepted tokens before position `stop`."""
         paths.begin(self._root(table), fresh=table.rooted == 0)
         for slot in table.slots[table.rooted : stop]:
-            paths.add_kept(self._place(slot))
+            paths.add_kept(self._entry(slot))
 
     def _branch(self, paths: _Paths, r: int, row: Row) -> None:
         paths.go_to_trunk()
         for slot in row.branch[:-1]:
             if not paths.go_to(slot):
-                paths.add_kept(self._place(slot), slot)
+                paths.add_kept(self._entry(slot), slot)
         paths.add_row(r, row.slot)
 
-    def _place(self, slot: int) -> int:
-        place = self._places.get(slot)
-        if place is None:
+    def _entry(self, slot: int) -> int:
+        entry = self._entries.get(slot)
+        if entry is None:
             raise StateLostError("tokens before a row are not in its request's state")
-        return place
+        return entry
 
     def _root(self, table: SlotTable) -> int:
         index = self._roots.get(table)
@@ -172,8 +172,8 @@ class StateCache:
         return index
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every state, and every place of a guess, has one owner."""
-        for owned, count in ((list(self._roots.values()), self.requests), (list(self._places.values()), self.guesses)):
+        """Raises AssertionError unless every state, and every entry of a guess, has one owner."""
+        for owned, count in ((list(self._roots.values()), self.requests), (list(self._entries.values()), self.guesses)):
             if len(set(owned)) != len(owned) or any(not 0 <= each < count for each in owned):
                 raise AssertionError(f"of {count} states or guesses' inputs some have two owners: {sorted(owned)}")
 
@@ -193,13 +193,13 @@ class _Token:
 @dataclass(slots=True)
 class _OpenLevel:
     kept: list[tuple[_Token | int, int]] = field(default_factory=list)
-    """A parent, or a root's index among those of the walk, and a place."""
+    """A parent, or a root's index among those of the pass, and an entry."""
     rows: list[tuple[_Token | int, int]] = field(default_factory=list)
     ends: list[tuple[_Token, int]] = field(default_factory=list)
 
 
 class _Paths:
-    """Builds a `StateWalk`, one path after another."""
+    """Builds a `StatePass`, one path after another."""
 
     def __init__(self, cache: StateCache, padded: int) -> None:
         self._cache, self._padded = cache, padded
@@ -224,9 +224,9 @@ class _Paths:
         self._here = self._trunk = None
         self._by_slot = {}
 
-    def add_kept(self, place: int, slot: int | None = None) -> None:
+    def add_kept(self, entry: int, slot: int | None = None) -> None:
         """The next token of the path ran earlier. `slot`: of a guess."""
-        self._add(place, self._cache.first_place + place, slot, is_row=False)
+        self._add(entry, self._cache.first_entry + entry, slot, is_row=False)
 
     def add_row(self, r: int, slot: int | None = None) -> None:
         """The next token of the path is a row."""
@@ -264,10 +264,10 @@ class _Paths:
         self._here = found
         return True
 
-    def walk(self, guesses: Sequence[int], places: Sequence[int]) -> StateWalk:
+    def built(self, guesses: Sequence[int], entries: Sequence[int]) -> StatePass:
         window = self._cache.window
         nothing = (NO_INPUT,) * window
-        return StateWalk(
+        return StatePass(
             self._integers(self._roots),
             self._integers(self._fresh),
             [self._level(each, above) for each, above in zip(self._levels, [None, *self._levels], strict=False)],
@@ -275,7 +275,7 @@ class _Paths:
             self._integers(self._tail_roots),
             self._integers(self._tails).view(-1, window),
             self._integers(guesses),
-            self._integers(places),
+            self._integers(entries),
         )
 
     def _level(self, level: _OpenLevel, above: _OpenLevel | None) -> Level:
@@ -288,7 +288,7 @@ class _Paths:
         ]
         return Level(
             self._integers(parents),
-            self._integers([place for _, place in level.kept]),
+            self._integers([entry for _, entry in level.kept]),
             self._integers([r for _, r in level.rows]),
             self._integers([position(token, level) for token, _ in level.ends]),
             self._integers([root for _, root in level.ends]),

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.model.rows import GROUP, Row
-from paceline.model.states.recurrences import FUNCTIONS, Scan, Walker
-from paceline.model.states.state_cache import StateCache, StateWalk
+from paceline.model.states.recurrences import FUNCTIONS, Scan, StateReader
+from paceline.model.states.state_cache import StateCache, StatePass
 
-_current: ContextVar[Walker | None] = ContextVar("walker", default=None)
+_current: ContextVar[StateReader | None] = ContextVar("reader", default=None)
 
 
 @contextmanager
-def use_walker(walker: Walker | None) -> Iterator[None]:
-    """Within it, layers of transformers read states by `walker`; None: by their own functions."""
-    token = _current.set(walker)
+def use_reader(reader: StateReader | None) -> Iterator[None]:
+    """Within it, layers of transformers read states by `reader`; None: by their own functions."""
+    token = _current.set(reader)
     try:
         yield
     finally:
@@ -30,7 +30,7 @@ def use_walker(walker: Walker | None) -> Iterator[None]:
 
 
 def intercept_states(network: nn.Module) -> None:
-    """Let the layers of a network ask for the current walker. Without one they compute what they did before."""
+    """Let the layers of a network ask for the current reader. Without one they compute what they did before."""
     for module in {sys.modules[type(each).__module__] for each in network.modules()}:
         for name in FUNCTIONS.keys() & vars(module).keys():
             function = getattr(module, name)
@@ -41,15 +41,15 @@ def intercept_states(network: nn.Module) -> None:
 def _intercepted(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*given: Any, **named: Any) -> Any:
-        walker = _current.get()
-        return original(*given, **named) if walker is None else ours(walker, *given, **named)
+        reader = _current.get()
+        return original(*given, **named) if reader is None else ours(reader, *given, **named)
 
     function.reads_states = True  # type: ignore[attr-defined]
     return function
 
 
 class StateShapes:
-    """A walker that computes nothing, and notes which states a pass reads."""
+    """A reader that computes nothing, and notes which states a pass reads."""
 
     def __init__(self) -> None:
         self.longest = 0
@@ -74,9 +74,9 @@ class StoredStates:
         self.cache = cache
         self._memories: list[_Inputs | _States] = []
 
-    def walker(self, rows: Sequence[Row], padded: int) -> PassWalker:
-        """Of the next pass, `padded` rows long. Raises as `StateCache.walk`."""
-        return PassWalker(self.cache, self.cache.walk(rows, padded), self._memories)
+    def reader(self, rows: Sequence[Row], padded: int) -> PassReader:
+        """Of the next pass, `padded` rows long. Raises as `StateCache.paths`."""
+        return PassReader(self.cache, self.cache.paths(rows, padded), self._memories)
 
     @property
     def nbytes(self) -> int:
@@ -84,22 +84,22 @@ class StoredStates:
         return sum(each.nbytes for each in self._memories)
 
 
-class PassWalker:
+class PassReader:
     """One pass. Each layer's call has to come in the order of the passes before."""
 
-    def __init__(self, cache: StateCache, walk: StateWalk, memories: list[_Inputs | _States]) -> None:
-        self._cache, self._walk, self._memories = cache, walk, memories
+    def __init__(self, cache: StateCache, this: StatePass, memories: list[_Inputs | _States]) -> None:
+        self._cache, self._pass, self._memories = cache, this, memories
         self._calls = 0
 
     def window(self, inputs: Tensor, taps: int) -> Tensor:
         memory = self._memory(lambda: _Inputs(self._cache, inputs))
         assert isinstance(memory, _Inputs)
-        return memory.window(self._walk, inputs, taps)
+        return memory.window(self._pass, inputs, taps)
 
     def scan(self, scan: Scan) -> Tensor:
         memory = self._memory(lambda: _States(self._cache, scan))
         assert isinstance(memory, _States)
-        return memory.scan(self._walk, scan)
+        return memory.scan(self._pass, scan)
 
     def _memory(self, make: Callable[[], _Inputs | _States]) -> _Inputs | _States:
         if self._calls == len(self._memories):
@@ -119,19 +119,19 @@ class _Inputs:
     def nbytes(self) -> int:
         return self._data.nbytes
 
-    def window(self, walk: StateWalk, inputs: Tensor, taps: int) -> Tensor:
-        """See `Walker`."""
+    def window(self, this: StatePass, inputs: Tensor, taps: int) -> Tensor:
+        """See `StateReader`."""
         cache, rows = self._cache, len(inputs)
         if self._data.shape[0] < cache.first_row + rows:
             kept = self._data[: cache.first_row]
             self._data = torch.cat([kept, inputs.new_zeros(rows, inputs.shape[-1])])
         data = self._data
         data[cache.first_row : cache.first_row + rows] = inputs
-        before = data.index_select(0, walk.windows[:, cache.window - taps + 1 :].flatten())
-        tails = data.index_select(0, walk.tails.flatten())
-        first = 1 + walk.tail_roots * cache.window
+        before = data.index_select(0, this.windows[:, cache.window - taps + 1 :].flatten())
+        tails = data.index_select(0, this.tails.flatten())
+        first = 1 + this.tail_roots * cache.window
         data.index_copy_(0, (first.unsqueeze(1) + torch.arange(cache.window, device=data.device)).flatten(), tails)
-        data.index_copy_(0, walk.places + cache.first_place, inputs.index_select(0, walk.guesses))
+        data.index_copy_(0, this.entries + cache.first_entry, inputs.index_select(0, this.guesses))
         return before.view(rows, taps - 1, -1)
 
 
@@ -146,12 +146,12 @@ class _States:
     def nbytes(self) -> int:
         return self._roots.nbytes + sum(each.nbytes for each in self._kept)
 
-    def scan(self, walk: StateWalk, scan: Scan) -> Tensor:
-        """See `Walker`."""
-        self._roots.index_fill_(0, walk.fresh, 0.0)
-        state = self._roots.index_select(0, walk.roots)
+    def scan(self, this: StatePass, scan: Scan) -> Tensor:
+        """See `StateReader`."""
+        self._roots.index_fill_(0, this.fresh, 0.0)
+        state = self._roots.index_select(0, this.roots)
         out: Tensor | None = None
-        for level in walk.levels:
+        for level in this.levels:
             state = state.index_select(0, level.parents)
             state = scan.update(
                 state,
@@ -168,6 +168,6 @@ class _States:
             out.index_copy_(0, level.rows, read)
             self._roots.index_copy_(0, level.ended_roots, state.index_select(0, level.ends))
         for kept, update in zip(self._kept, scan.updates, strict=True):
-            kept.index_copy_(0, walk.places, update.index_select(0, walk.guesses))
+            kept.index_copy_(0, this.entries, update.index_select(0, this.guesses))
         assert out is not None, "a pass has rows"
         return out
