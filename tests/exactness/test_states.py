@@ -84,8 +84,25 @@ def test_states_follow_what_was_accepted(model: Any) -> None:
         for path, (own, tokens) in zip(awake, grown, strict=True):
             for _, expected in zip(own, tokens, strict=True):
                 assert torch.equal(next(logits), computed(model_of(model.name), expected, [len(expected)])[-1])
-            path.accept(chance)
+            path.accept(chance.choice(path.nodes), chance.randrange(3, VOCABULARY))
     assert max(len(path.tokens) for path in paths) > 30
+
+
+def test_what_was_accepted_outlives_the_guesses_of_others() -> None:
+    """Of a request that rests, as it does where the rows of a pass go to others, while these have more guesses than
+    are kept."""
+    model, chance = model_of("lfm2"), random.Random(1)
+    slots = iter(range(1000, 0, -1))
+    resting, busy = Path(text(9, 1), slots), Path(text(9, 2), slots)
+    model.run(resting.tree(chance)[0], [])
+    resting.accept(max(resting.nodes, key=lambda node: len(node[0])), 7)
+    assert len(resting.table) > 9
+    for _ in range(model._states.cache.guesses // 7 + 2):
+        model.run(busy.tree(chance)[0], [])
+        busy.accept(([], []), 7)
+    rows, texts = resting.tree(chance)
+    for logits, expected in zip(model.run(rows, range(len(rows))).logits.clone(), texts, strict=True):
+        assert torch.equal(logits, computed(model, expected, [len(expected)])[-1])
 
 
 class Path:
@@ -93,7 +110,8 @@ class Path:
 
     def __init__(self, tokens: list[int], slots: Iterator[int]) -> None:
         self.tokens, self.table, self._slots = tokens, SlotTable(), slots
-        self._nodes: list[tuple[list[int], list[int]]] = []
+        self.nodes: list[tuple[list[int], list[int]]] = []
+        """Tokens and slots of the last tree's paths, of which one is empty."""
 
     def tree(self, chance: random.Random) -> tuple[list[Row], list[list[int]]]:
         """Rows of the tokens that are not computed and of a random tree, and the text up to each."""
@@ -101,19 +119,19 @@ class Path:
         self.table.slots.extend([next(self._slots) for _ in self.tokens[start:]])
         rows = [self.table.row(self.tokens[i], i) for i in range(start, len(self.tokens))]
         texts = [self.tokens[: i + 1] for i in range(start, len(self.tokens))]
-        self._nodes = [([], [])]
+        self.nodes = [([], [])]
         for _ in range(7):
-            tokens, branch = chance.choice(self._nodes)
+            tokens, branch = chance.choice(self.nodes)
             node = [*tokens, chance.randrange(3, VOCABULARY)], [*branch, next(self._slots)]
-            self._nodes.append(node)
+            self.nodes.append(node)
             rows.append(self.table.branch_row(node[0][-1], node[1]))
             texts.append([*self.tokens, *node[0]])
         return rows, texts
 
-    def accept(self, chance: random.Random) -> None:
-        """One of the tree's paths, which may be empty, and a bonus token."""
-        tokens, branch = chance.choice(self._nodes)
-        self.tokens = [*self.tokens, *tokens, chance.randrange(3, VOCABULARY)]
+    def accept(self, node: tuple[list[int], list[int]], bonus: int) -> None:
+        """One of the tree's paths, and a bonus token."""
+        tokens, branch = node
+        self.tokens = [*self.tokens, *tokens, bonus]
         self.table.slots.extend(branch)
 
 
