@@ -202,7 +202,7 @@ def test_tokens_do_not_depend_on_guesses_preemption_or_replay(architecture: str)
     accepted = [each.speculation.accepted_by_depth for each in with_guesses.values() if each.speculation]
     assert sum(map(sum, accepted)) > 60
     steps: list[Any] = []
-    preempted = served(model, requests(), LocalDraftClient(oracle), steps, slots=230)
+    preempted = served(model, requests(), LocalDraftClient(oracle), steps, slots=256)
     assert tokens(preempted) == plain
     assert sum(step.preemptions for step in steps) > 0
     cut = [
