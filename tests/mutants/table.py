@@ -614,7 +614,7 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
-        "a chain's plan leaves out requests that end before the last level",
+        "the plan of a draft's levels leaves out requests that end before the last level",
         "paceline/drafting/draft_graph.py",
         'inputs["level_seen"].amax(0)',
         'inputs["level_seen"][-1]',
@@ -1680,6 +1680,20 @@ MUTANTS = (
         "        graph.inputs.upload()\n        if graph.states is not None:",
         "        if graph.states is not None:",
         GRAPHED_DRAFTS,
+    ),
+    Mutant(
+        "a head's features have fewer rows than a pass that is padded as a graph",
+        "paceline/model/layers.py",
+        "pad_rows(states, len(this.tokens))",
+        "pad_rows(states)",
+        ("unit/drafting/test_mtp.py",),
+    ),
+    Mutant(
+        "features of a layer that transformers runs have fewer rows than the pass",
+        "paceline/drafting/methods/mtp.py",
+        "pad_rows(features, len(this.tokens))",
+        "pad_rows(features)",
+        ("unit/drafting/test_mtp.py",),
     ),
     Mutant(
         "a draft's graph does not write what is new in slot tables",
