@@ -48,6 +48,10 @@ class EngineConfig(Settings):
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
     max_num_batched_rows: int = Field(256, ge=8, description="rows of one forward pass")
     enable_prefix_caching: bool = True
+    state_snapshots: int = Field(
+        32, ge=0, description="prefixes whose state is kept, where a model's layers keep states by request"
+    )
+    state_snapshot_interval: int = Field(256, ge=16, multiple_of=16, description="tokens between them")
     verify: bool = Field(
         False, description="at the start, compare native code with transformers, and rows alone with rows in company"
     )

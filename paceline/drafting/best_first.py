@@ -78,7 +78,7 @@ class ModelNetwork:
 
     def __init__(self, model: Model, method: str = "draft_model", mapping: VocabularyMapping | None = None) -> None:
         """Raises ValueError if the vocabularies have too little in common, or if the model keeps states."""
-        if model.keeps_states:
+        if model.states is not None:
             raise ValueError(f"{model.name} cannot be a draft: its layers keep states, which drafts do not know yet")
         fingerprint, size = model.fingerprint, model.vocabulary_size
         self._columns = self.ids = None

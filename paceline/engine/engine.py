@@ -91,8 +91,12 @@ class Engine:
             model, make_verifier(speculative_config, draw_candidates), draft_client.hidden_state_layers, clock
         )
         node_cost = self._meter.cost if speculative_config.row_budget else StepCost(FREE_ROWS)
-        caching = config.enable_prefix_caching and not model.keeps_states  # a prefix has no state of its own yet
-        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=caching), node_cost)
+        pool = SlotPool(
+            model.slots,
+            caching=config.enable_prefix_caching,
+            prefix_length=None if model.states is None else model.states.prefix_length,
+        )
+        self._scheduler = Scheduler(config, pool, node_cost)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
         self._next_key = count(1)
@@ -260,8 +264,10 @@ class Engine:
         self._scheduler.reset()
 
     def check_integrity(self) -> None:
-        """Verify that every slot is accounted for. Raises AssertionError."""
+        """Verify that every slot and every state is accounted for. Raises AssertionError."""
         requests = list(self._scheduler.requests())
+        if self.model.states is not None:
+            self.model.states.check_integrity(each.slot_table for each in requests)
         self._scheduler.pool.check_integrity((r.own_slots() for r in requests), (r.shared_blocks for r in requests))
 
     # Requests start and end.

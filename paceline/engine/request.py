@@ -14,10 +14,10 @@ from paceline.core.logits_rules import History
 from paceline.core.policy.calibration import Calibration
 from paceline.core.tree import TokenTree
 from paceline.engine.drafted_request import DraftedRequest
-from paceline.engine.slot_pool import BLOCK_SIZE, Block, SlotPool
+from paceline.engine.slot_pool import Block, SlotPool
 from paceline.grammar.grammar_state import GrammarState
 from paceline.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, Timings, Usage
-from paceline.model.rows import SlotTable
+from paceline.model.rows import BLOCK_SIZE, SlotTable
 
 
 @dataclass(slots=True)
@@ -112,10 +112,11 @@ class Request(DraftedRequest):
         self.shared_blocks = pool.match_prefix(self.tokens[:computed], self.generation_request.cache_salt)
         self.slot_table.slots = [slot for block in self.shared_blocks for slot in block.slots]
 
-    def start(self) -> None:
-        """Count the attached prefix as cached, unless the request itself left it there before preemption."""
+    def start(self, prefix: int) -> None:
+        """Count the tokens of the attached prefix as cached, unless the request itself left them there before
+        preemption."""
         if not self.prefilled:
-            self.cached_tokens = self.prefilled = min(len(self.slot_table), self.prompt_tokens)
+            self.cached_tokens = self.prefilled = min(prefix, self.prompt_tokens)
 
     def record_prefill(self, stop: int) -> int:
         """The tokens before `stop` are computed. Return how many prompt tokens were computed for the first time."""

@@ -228,13 +228,15 @@ class Scheduler:
             return None
         request = self._next_waiting()
         request.attach_prefix(self.pool)
-        if request.uncomputed_tokens > self.pool.free:
+        cached, fits = len(request.slot_table), request.uncomputed_tokens <= self.pool.free
+        scheduled = self._next_rows(request, rows) if fits else None
+        if scheduled is None:  # nor does it keep its prefix, after which the state may give way to another
             request.release_slots(self.pool)
             return None
-        request.start()
+        request.start(cached)
         self.running.append(request)
         self.waiting.remove(request)
-        return self._next_rows(request, rows)
+        return scheduled
 
     @property
     def _full(self) -> bool:

@@ -9,12 +9,11 @@ blocks: cache hits do not reveal the prompts of other salts.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-BLOCK_SIZE = 16
-"""Positions per shared block."""
+from paceline.model.rows import BLOCK_SIZE
 
 BlockKey: TypeAlias = tuple[int | str, tuple[int, ...]]
 """The serial number of the block before, or the salt for a first block; and the block's tokens."""
@@ -37,17 +36,21 @@ class Block:
 class SlotPool:
     """Slots 1 to `slots`, and the cache of shared blocks. Not thread-safe."""
 
-    def __init__(self, slots: int, *, caching: bool = True) -> None:
+    def __init__(
+        self, slots: int, *, caching: bool = True, prefix_length: Callable[[Sequence[int]], int] | None = None
+    ) -> None:
+        """`prefix_length`: how many tokens of a path a request can begin after, given their slots; a multiple of
+        BLOCK_SIZE. None: all."""
         self.slots = slots
         self._free = list(range(slots, 0, -1))
-        self._caching = caching
+        self._caching, self._prefix_length = caching, prefix_length
         self._blocks: dict[BlockKey, Block] = {}
         self._idle: OrderedDict[int, Block] = OrderedDict()  # without users, least recently used first
         self._next_serial = 0
 
     def emptied(self) -> SlotPool:
         """A new pool of the same size, with all slots free."""
-        return SlotPool(self.slots, caching=self._caching)
+        return SlotPool(self.slots, caching=self._caching, prefix_length=self._prefix_length)
 
     @property
     def free(self) -> int:
@@ -71,16 +74,20 @@ class SlotPool:
         self._free.extend(slots)
 
     def match_prefix(self, tokens: Sequence[int], salt: str = "") -> list[Block]:
-        """The cached blocks that `tokens` begins with. The caller becomes a user of each."""
+        """The cached blocks that `tokens` begins with, as far as a request can begin after them. The caller becomes a
+        user of each."""
         found: list[Block] = []
         before: int | str = salt
         for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE) if self._caching else ():
             block = self._blocks.get((before, tuple(tokens[start : start + BLOCK_SIZE])))
             if block is None:
                 break
-            self._use(block)
             found.append(block)
             before = block.serial
+        if self._prefix_length is not None:
+            del found[self._prefix_length([slot for block in found for slot in block.slots]) // BLOCK_SIZE :]
+        for block in found:
+            self._use(block)
         return found
 
     def cache_blocks(self, tokens: Sequence[int], slots: Sequence[int], shared: list[Block], salt: str = "") -> None:

@@ -122,9 +122,15 @@ class LayeredModel(TransformersModel):
         super().__init__(info, cache, network.config.get_text_config(decoder=True))
         self._states: StoredStates | None = None
         if shapes.calls:
-            self.keeps_states = True
-            guesses = max(info.rows, MEASURED_ROWS)
-            self._states = StoredStates(StateCache(info.requests, guesses, shapes.longest, cache.device))
+            self.states = StateCache(
+                info.requests,
+                max(info.rows, MEASURED_ROWS),
+                shapes.longest,
+                cache.device,
+                snapshots=info.snapshots,
+                interval=info.snapshot_interval,
+            )
+            self._states = StoredStates(self.states)
         base: Any = network.base_model
         self._embedding: Any = base.get_input_embeddings()
         self._taps: list[nn.Module] = [self._embedding, *_layers_of(base, self.layers), base]

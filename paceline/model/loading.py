@@ -187,6 +187,8 @@ def build(
             kv_cache_dtype=config.kv_cache_dtype,
             requests=config.max_num_seqs,
             rows=config.max_num_batched_rows,
+            snapshots=config.state_snapshots if config.enable_prefix_caching else 0,
+            snapshot_interval=config.state_snapshot_interval,
         )
         heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
         model = make_model(network, info, heads, positions, sharding, verify=config.verify)

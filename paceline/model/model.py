@@ -12,7 +12,8 @@ from torch import Tensor
 
 from paceline.config.engine_config import KVCacheDtype
 from paceline.model.attention import KVCache
-from paceline.model.rows import Row
+from paceline.model.rows import BLOCK_SIZE, Row
+from paceline.model.states.state_cache import StateCache
 from paceline.model.target_weights import TargetWeights
 
 
@@ -39,8 +40,8 @@ class Model(Protocol):
     rows_invariant: bool
     numerics: str
     """One line that names everything the numbers depend on, apart from the weights."""
-    keeps_states: bool
-    """Whether layers keep states by request: then no request begins with another one's prefix."""
+    states: StateCache | None
+    """Of layers that keep states by request; None: no layer does."""
     asynchronous: bool
     """Whether `run` returns before the pass is computed, as on an accelerator. Who reads its output waits for it."""
 
@@ -68,11 +69,15 @@ class ModelInfo:
     numerics: str = ""
     kv_cache_dtype: KVCacheDtype = "auto"
     asynchronous: bool = False
-    keeps_states: bool = False
+    states: StateCache | None = None
     requests: int = 64
     """That run at once."""
     rows: int = 256
     """Of a pass."""
+    snapshots: int = 0
+    """Of states."""
+    snapshot_interval: int = BLOCK_SIZE
+    """Tokens between them."""
 
 
 class TransformersModel(ModelInfo):

@@ -160,7 +160,7 @@ def quick_row_cost(model: Measurable, most: int) -> LearnedRowCost:
     """
     most = max(1, min(most, model.slots // 4))
     few = min(FEW_ROWS, most)
-    context = 0 if getattr(model, "keeps_states", False) else _context_length(model, PROBE_CONTEXT)
+    context = 0 if getattr(model, "states", None) else _context_length(model, PROBE_CONTEXT)
     table = SlotTable(range(1, context + 1))
     points = {count: _timed(model, _guesses(table, count)) for count in sorted({1, few}, reverse=True)}
     left = QUICK_SECONDS - sum(points.values())

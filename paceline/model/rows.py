@@ -23,6 +23,8 @@ from paceline.core.upload import send
 
 TILE = 64
 """Positions per tile: columns of the tail, and the unit in which a prefix is extended."""
+BLOCK_SIZE = 16
+"""Positions per block of a prefix that requests share."""
 GROUP = 8
 """Rows that share a tail. Rows are padded to a multiple of it."""
 NULL_SLOT = 0

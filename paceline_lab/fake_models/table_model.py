@@ -39,7 +39,7 @@ class TableModel:
         self.fingerprint = self.name
         self.numerics = "no weights"
         self.asynchronous = False
-        self.keeps_states = False
+        self.states = None
         self.rows_invariant = True
         self._disagreement = disagreement
         self._tokens = [0] * (slots + 1)

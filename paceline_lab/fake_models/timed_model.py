@@ -54,7 +54,7 @@ class TimedModel:
         self.fingerprint = spec.fingerprint
         self.numerics = "no weights"
         self.asynchronous = False
-        self.keeps_states = False
+        self.states = None
         self.rows_invariant = True
         self._spec = spec
         self._clock, self._sleep = clock, sleep

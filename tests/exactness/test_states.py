@@ -19,7 +19,7 @@ from paceline.messages import Delta, GenerationRequest
 from paceline.model.loading import build
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import Row, SlotTable
-from paceline.model.states.state_cache import StateLostError
+from paceline.model.states.state_cache import StateCache, StateLostError
 from tests.exactness.architectures import VOCABULARY, Oracle, tiny
 from tests.helpers.engine_runs import run
 
@@ -66,7 +66,7 @@ def test_bits_do_not_depend_on_chunks(model: Any) -> None:
 
 
 def test_bits_do_not_depend_on_rows_beside(model: Any) -> None:
-    assert model.keeps_states
+    assert model.states is not None
     assert is_row_invariant(model)
 
 
@@ -160,7 +160,7 @@ def test_as_many_requests_keep_states_as_may_run() -> None:
     model.run([other.row(5, 0)], [])
     del tables[0]
     model.run([SlotTable([52]).row(5, 0)], [])
-    model._states.cache.check_integrity()
+    model.states.check_integrity([*tables, other])
 
 
 def test_a_state_starts_at_zero() -> None:
@@ -177,12 +177,17 @@ def requests() -> list[GenerationRequest]:
 
 
 def served(
-    model: Any, given: list[GenerationRequest], drafting: DraftClient, steps: list[Any] | None = None, **settings: Any
+    model: Any,
+    given: list[GenerationRequest],
+    drafting: DraftClient,
+    steps: list[Any] | None = None,
+    together: int = 100,
+    **settings: Any,
 ) -> dict[str, Delta]:
     config = EngineConfig(**{"slots": model.slots, "max_num_batched_rows": 48, "max_num_seqs": REQUESTS} | settings)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     engine = Engine(model, config, speculation, drafting, RowCost([8, 256], [1.0, 1.001]))
-    return run(engine, given, steps=steps)
+    return run(engine, given, together, steps)
 
 
 def tokens(results: dict[str, Delta]) -> dict[str, list[int]]:
@@ -213,12 +218,91 @@ def test_tokens_do_not_depend_on_guesses_preemption_or_replay(architecture: str)
     assert {name: plain[name][:9] + rest for name, rest in replayed.items()} == plain
 
 
-def test_no_request_begins_with_the_prefix_of_another() -> None:
-    model = model_of("qwen3_5_text")
-    same = [GenerationRequest(f"r{n}", text(60), SamplingParams(temperature=0.0, max_tokens=4)) for n in range(3)]
-    results = [served(model, [each], NoDraftClient(), enable_prefix_caching=True) for each in same]
-    assert len({tuple(*tokens(each).values()) for each in results}) == 1
-    assert [each.usage.cached_tokens for result in results for each in result.values() if each.usage] == [0, 0, 0]
+def shared(model: Any, before: list[int], prefix: int, after: list[int]) -> torch.Tensor:
+    """Logits of the last rows of a path that begins with the slots of `before`, whose table is given up."""
+    first = SlotTable(range(1, len(before) + 1))
+    model.run([first.row(token, i) for i, token in enumerate(before)], [])
+    slots = first.slots[:prefix]
+    first.clear()
+    table = SlotTable([*slots, *range(500, 500 + len(after))])
+    rows = [table.row(token, prefix + i) for i, token in enumerate(after)]
+    return model.run(rows, range(len(rows))).logits.clone()
+
+
+def test_a_path_that_begins_with_another_has_the_same_bits(model: Any) -> None:
+    """At the last end of a block in the chunk that was computed."""
+    before, after = text(61), text(9, 5)
+    assert torch.equal(shared(model, before, 48, after), computed(model, before[:48] + after, [48 + len(after)])[48:])
+    with pytest.raises(StateLostError):
+        shared(model, text(61, 2), 32, after)
+
+
+def test_what_is_kept_for_prefixes() -> None:
+    """States at each interval and at the last end of a block of a prompt: the last used ones. Passes of a few rows take
+    none in between, and slots that are written again lose theirs."""
+    config = EngineConfig(slots=1024, max_model_len=256, state_snapshots=4, state_snapshot_interval=32)
+    model: Any = build(tiny("lfm2"), "lfm2", config, "", [])
+    states: StateCache = model.states
+
+    def read(table: SlotTable, count: int) -> None:
+        model.run([table.row(5, len(table) - count + i) for i in range(count)], [])
+
+    first = SlotTable(range(1, 101))
+    read(first, 100)
+    assert [states.prefix_length(first.slots[:n]) for n in (15, 31, 32, 63, 64, 95, 100)] == [0, 0, 32, 32, 64, 64, 96]
+    for n in range(100, 131):
+        first.slots.append(n + 1)
+        read(first, 1)
+    assert states.prefix_length(first.slots) == 128  # the fourth, beside 32, 64 and 96
+    other = SlotTable(range(200, 250))
+    read(other, 50)
+    assert [states.prefix_length(each) for each in (first.slots[:64], first.slots, other.slots)] == [0, 128, 48]
+    again = SlotTable(first.slots[:96] + other.slots[48:])
+    read(again, 2)
+    read(SlotTable(range(300, 317)), 17)
+    assert [states.prefix_length(each) for each in (first.slots, again.slots, other.slots)] == [96, 96, 48]
+    read(SlotTable([first.slots[95]]), 1)
+    assert [states.prefix_length(each) for each in (first.slots, other.slots)] == [0, 48]
+    states.check_integrity([first, other, again])
+    with pytest.raises(AssertionError, match="no request"):
+        states.check_integrity([first, again])
+
+
+def test_a_pass_takes_no_more_snapshots_than_there_are() -> None:
+    """Nor in place of one that it reads."""
+    model: Any = build(
+        tiny("lfm2"),
+        "lfm2",
+        EngineConfig(slots=1024, max_model_len=256, state_snapshots=2, state_snapshot_interval=16),
+        "",
+        [],
+    )
+    first = SlotTable(range(1, 18))
+    model.run([first.row(5, i) for i in range(17)], [])
+    second, third = SlotTable([*range(1, 17), *range(100, 180)]), SlotTable(range(200, 296))
+    rows = [*(third.row(7, i) for i in range(96)), *(second.row(6, i) for i in range(16, 96))]
+    logits = model.run(rows, [len(rows) - 1]).logits.clone()
+    assert torch.equal(logits[0], computed(model, [5] * 16 + [6] * 80, [96])[-1])
+    model.states.check_integrity([first, second, third])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h", "lfm2"])
+def test_requests_begin_with_prefixes_of_others(architecture: str) -> None:
+    """Whole blocks of a prompt, in one engine; outputs stay what they were."""
+    model, prompt = model_of(architecture), text(70)
+    given = [
+        GenerationRequest(f"r{n}", [*prompt, *text(3 * n, n)], SamplingParams(temperature=0.9, seed=n, max_tokens=20))
+        for n in range(6)
+    ]
+    plain: dict[str, list[int]] = {}
+    for each in given:
+        plain |= tokens(served(model, [each], NoDraftClient(), enable_prefix_caching=False))
+    oracle = Oracle({tuple(each.prompt): plain[each.request_id] for each in given})
+    results = served(model, given, LocalDraftClient(oracle), together=2)
+    assert tokens(results) == plain
+    cached = [each.usage.cached_tokens for each in results.values() if each.usage]
+    assert cached[0] == 0
+    assert sum(each >= 48 for each in cached) >= 4
 
 
 def test_such_a_model_is_refused_as_a_draft() -> None:
@@ -234,5 +318,5 @@ def test_a_guess_takes_the_inputs_of_its_update_and_no_state() -> None:
     heads, size, channels = 4, 16, 3 * 4 * 16
     assert states._kept[0].shape[0] == cache.guesses
     assert sum(each[0].nbytes for each in states._kept) == 4 * heads * (3 * size + 1)
-    assert states._roots[0].nbytes == 4 * heads * size * size
+    assert states._states[0].nbytes == 4 * heads * size * size
     assert inputs._data[0].nbytes == 4 * channels

@@ -107,7 +107,7 @@ class Reciter:
         self.rows_invariant = True
         self.numerics = "no weights"
         self.asynchronous = False
-        self.keeps_states = False
+        self.states = None
         self.ran: list[Row] = []
         self._tokenizer = vocabulary.tokenizer
         self._text = text.encode()

@@ -8,6 +8,9 @@ for a guess that was refused.
 
 So a state's sums follow from its path alone, token by token: they do not depend on chunks of the prompt, on other rows
 of a pass, or on what was guessed.
+
+A *snapshot* is a state that stays where a request was at the end of a block: another path with the same slots begins
+there. It is found by the block's last slot until that slot is written again.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from paceline.model.rows import Row, SlotTable, device_integers
+from paceline.model.rows import BLOCK_SIZE, Row, SlotTable, device_integers
 
 NO_INPUT = 0
 """The index of a zero in a convolution's memory: what is before a path's first token."""
@@ -40,10 +43,10 @@ class Level(NamedTuple):
     """Into kept inputs: of tokens that ran earlier."""
     rows: Tensor
     """Into the pass."""
-    ends: Tensor
-    """Into this level: the last committed tokens of requests."""
-    ended_roots: Tensor
-    """The states of these requests."""
+    saved: Tensor
+    """Into this level: tokens after which the state is kept."""
+    saved_states: Tensor
+    """Where: into the states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class StatePass:
     """One pass through the states. All tensors are int64 on the device.
 
     roots [T]: the states from which paths begin. fresh: those that are zero. windows [R, M]: of each row, the inputs
-    of the M tokens before it, in a convolution's memory; tails [T', M] the same of what comes after `tail_roots`.
+    of the M tokens before it, in a convolution's memory; tails [T', M] the same of what comes after `tail_states`.
     guesses, entries [G]: rows whose inputs are kept, and where.
     """
 
@@ -59,90 +62,136 @@ class StatePass:
     fresh: Tensor
     levels: Sequence[Level]
     windows: Tensor
-    tail_roots: Tensor
+    tail_states: Tensor
     tails: Tensor
     guesses: Tensor
     entries: Tensor
 
 
 class StateCache:
-    """Which request has which state, and where the inputs of guesses are. `paceline.model.states.recurrences` keeps
-    the numbers."""
+    """Which request has which state, and where the inputs of guesses are, and snapshots. The numbers are kept by
+    `paceline.model.states.stored_states`: the requests' states first, then snapshots."""
 
-    def __init__(self, requests: int, guesses: int, window: int, device: torch.device) -> None:
-        """`requests`, `guesses`: as many states, and inputs of guesses, are kept. `window`: M, the tokens before its
-        own that the longest convolution reads."""
+    def __init__(
+        self,
+        requests: int,
+        guesses: int,
+        window: int,
+        device: torch.device,
+        *,
+        snapshots: int = 0,
+        interval: int = BLOCK_SIZE,
+    ) -> None:
+        """`requests`, `guesses`, `snapshots`: as many states, inputs of guesses, and snapshots are kept. `window`: M,
+        the tokens before its own that the longest convolution reads. `interval`: tokens between snapshots."""
         self.requests, self.guesses, self.window, self.device = requests, guesses, window, device
+        self.snapshots, self.interval = snapshots, interval
         self._roots: WeakKeyDictionary[SlotTable, int] = WeakKeyDictionary()
         self._entries: OrderedDict[int, int] = OrderedDict()
         """By slot, the oldest first."""
+        self._snapshots: OrderedDict[int, int] = OrderedDict()
+        """By the slot of the last token that was read, the least recently used first."""
+        self._in_pass: set[int] = set()
+        """Slots of the snapshots that the last pass reads or takes."""
         self._guessed: WeakSet[SlotTable] = WeakSet()
         """Tables after which the last passes had guesses."""
 
     @property
+    def states(self) -> int:
+        """Of requests, and snapshots."""
+        return self.requests + self.snapshots
+
+    @property
     def first_entry(self) -> int:
-        """Of kept inputs, in a convolution's memory: NO_INPUT, then M of each request, then these, then the rows."""
-        return 1 + self.requests * self.window
+        """Of kept inputs, in a convolution's memory: NO_INPUT, then M of each state, then these, then the rows."""
+        return 1 + self.states * self.window
 
     @property
     def first_row(self) -> int:
         return self.first_entry + self.guesses
 
+    def prefix_length(self, slots: Sequence[int]) -> int:
+        """How many tokens of a path a request can begin after, given the slots of all."""
+        last = len(slots) // BLOCK_SIZE * BLOCK_SIZE
+        return next((n for n in range(last, 0, -BLOCK_SIZE) if slots[n - 1] in self._snapshots), 0)
+
     def paths(self, rows: Sequence[Row], padded: int) -> StatePass:
         """That of the next pass, `padded` rows long. Raises `StateLostError`, or ValueError if there are more requests
         or guesses than the cache has room for."""
-        members: dict[SlotTable, list[int]] = {}
-        for r, row in enumerate(rows):
-            members.setdefault(row.slot_table, []).append(r)
         guesses = [r for r, row in enumerate(rows) if row.branch]
         if len(guesses) > self.guesses:
             raise ValueError(f"a pass of {len(guesses)} guesses: states are kept for {self.guesses}")
-        paths = _Paths(self, padded)
-        for table in [each for each in self._guessed if each not in members]:
-            if 0 < table.rooted < len(table):  # its guesses were verified, and it does not run in this pass
-                self._advance(paths, table, len(table))
-                paths.end_trunk()
-                table.rooted = len(table)
-        for table, indices in members.items():
-            self._follow(paths, table, [(r, rows[r]) for r in indices])
-        self._guessed = WeakSet(rows[r].slot_table for r in guesses)
         for row in rows:
-            self._entries.pop(row.slot, None)  # of an earlier guess in this slot
-        used = set(self._entries.values())
-        free = (entry for entry in range(self.guesses) if entry not in used)
-        entries: list[int] = []
-        for r in guesses:
-            entry = next(free, None)
-            if entry is None:
-                _, entry = self._entries.popitem(last=False)
-            self._entries[rows[r].slot] = entry
-            entries.append(entry)
-        return paths.built(guesses, entries)
-
-    def _follow(self, paths: _Paths, table: SlotTable, rows: Sequence[tuple[int, Row]]) -> None:
-        """Add the rows of one request."""
-        committed = sorted((row.position, r) for r, row in rows if not row.branch)
-        lengths = {row.length for _, row in rows if row.branch}
-        start = committed[0][0] if committed else min(lengths)
-        stop = start + len(committed)
-        if start < table.rooted:
-            table.rooted = 0
-        if [position for position, _ in committed] != list(range(start, stop)) or lengths - {stop}:
-            raise StateLostError("rows of one request leave out tokens of its path")
-        self._advance(paths, table, start)
-        for _, r in committed:
-            paths.add_row(r)
-        paths.end_trunk()
-        table.rooted = stop
-        for r, row in rows:
-            if row.branch:
+            self._snapshots.pop(row.slot, None)  # after an earlier token in this slot
+        members = _by_request(rows)
+        self._in_pass.clear()
+        for each in members:
+            self._find_origin(each)  # all of them before any snapshot gives way to another
+        paths = _Paths(self, padded)
+        running = {each.table for each in members}
+        for table in [each for each in self._guessed if each not in running]:
+            if 0 < table.rooted < len(table):  # its guesses were verified, and it does not run in this pass
+                self._read_trunk(paths, _Member(table, len(table), read=table.rooted))
+        for each in members:
+            self._read_trunk(paths, each)
+            for r, row in each.guesses:
                 self._branch(paths, r, row)
+        self._guessed = WeakSet(each.table for each in members if each.guesses)
+        return paths.built(guesses, self._new_entries([row.slot for row in rows], [rows[r].slot for r in guesses]))
 
-    def _advance(self, paths: _Paths, table: SlotTable, stop: int) -> None:
-        """Begin a path at the request's root, and add the accepted tokens before position `stop`."""
-        paths.begin(self._root(table), fresh=table.rooted == 0)
-        for slot in table.slots[table.rooted : stop]:
-            paths.add_kept(self._entry(slot))
+    def _find_origin(self, member: _Member) -> None:
+        """Where the request's path begins in this pass: after what its state has read, or a snapshot, or at zero."""
+        table = member.table
+        if member.start < table.rooted:
+            table.rooted = 0
+        member.read = table.rooted
+        if not table.rooted and (length := self.prefix_length(table.slots[: member.start])):
+            slot = table.slots[length - 1]
+            self._snapshots.move_to_end(slot)
+            self._in_pass.add(slot)
+            member.read, member.snapshot = length, self._snapshots[slot]
+
+    def _read_trunk(self, paths: _Paths, member: _Member) -> None:
+        """The request's committed tokens from where its path begins. Its state moves to the end, where guesses
+        begin."""
+        own = self._root(member.table)
+        paths.begin(own if member.snapshot is None else member.snapshot, fresh=not member.read)
+        saved = self._positions_to_save(member)
+        for position in range(member.read, member.stop):
+            slot = member.table.slots[position]
+            if position < member.start:
+                paths.add_kept(self._entry(slot))
+            else:
+                paths.add_row(member.committed[position - member.start])
+            if position + 1 in saved and (snapshot := self._new_snapshot(slot)) is not None:
+                paths.save(snapshot)
+        paths.save(own)
+        paths.end_trunk()
+        member.table.rooted = member.stop
+
+    def _positions_to_save(self, member: _Member) -> set[int]:
+        """After how many tokens of the trunk snapshots are taken: at each interval, and at the last end of a block if
+        at least a block runs, as in a prompt."""
+        if not self.snapshots:
+            return set()
+        found = {*range(member.read // self.interval * self.interval, member.stop + 1, self.interval)}
+        if len(member.committed) >= BLOCK_SIZE:
+            found.add(member.stop // BLOCK_SIZE * BLOCK_SIZE)
+        return {each for each in found if each > member.read}
+
+    def _new_snapshot(self, slot: int) -> int | None:
+        """Where the state goes after the token in this slot: in place of the snapshot that was not used for longest.
+        None: this pass reads or takes all of them."""
+        used = {*self._snapshots.values()}
+        index = next((n for n in range(self.requests, self.states) if n not in used), None)
+        if index is None:
+            oldest = next(iter(self._snapshots))
+            if oldest in self._in_pass:
+                return None
+            index = self._snapshots.pop(oldest)
+        self._snapshots[slot] = index
+        self._in_pass.add(slot)
+        return index
 
     def _branch(self, paths: _Paths, r: int, row: Row) -> None:
         paths.go_to_trunk()
@@ -156,6 +205,21 @@ class StateCache:
         if entry is None:
             raise StateLostError("tokens before a row are not in its request's state")
         return entry
+
+    def _new_entries(self, written: Sequence[int], guessed: Sequence[int]) -> list[int]:
+        """For the inputs of guesses, given the slots of a pass' rows."""
+        for slot in written:
+            self._entries.pop(slot, None)  # of an earlier guess there
+        used = set(self._entries.values())
+        free = (entry for entry in range(self.guesses) if entry not in used)
+        found: list[int] = []
+        for slot in guessed:
+            entry = next(free, None)
+            if entry is None:
+                _, entry = self._entries.popitem(last=False)
+            self._entries[slot] = entry
+            found.append(entry)
+        return found
 
     def _root(self, table: SlotTable) -> int:
         index = self._roots.get(table)
@@ -171,11 +235,58 @@ class StateCache:
             table.rooted = 0
         return index
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless every state, and every entry of a guess, has one owner."""
-        for owned, count in ((list(self._roots.values()), self.requests), (list(self._entries.values()), self.guesses)):
-            if len(set(owned)) != len(owned) or any(not 0 <= each < count for each in owned):
-                raise AssertionError(f"of {count} states or guesses' inputs some have two owners: {sorted(owned)}")
+    def check_integrity(self, tables: Iterable[SlotTable]) -> None:
+        """Raises AssertionError unless every state, snapshot and entry of a guess has one owner, and states belong to
+        these tables alone, in which their tokens are."""
+        owned = set(tables)
+        for table in self._roots:
+            if table.rooted and (table not in owned or table.rooted > len(table)):
+                raise AssertionError(f"a state after {table.rooted} tokens belongs to no request that has them")
+        for name, indices, allowed in (
+            ("states", [*self._roots.values()], range(self.requests)),
+            ("snapshots", [*self._snapshots.values()], range(self.requests, self.states)),
+            ("inputs of guesses", [*self._entries.values()], range(self.guesses)),
+        ):
+            if len(set(indices)) != len(indices) or not {*indices} <= {*allowed}:
+                raise AssertionError(f"of {len(allowed)} {name} some have two owners: {sorted(indices)}")
+
+
+@dataclass(slots=True)
+class _Member:
+    """A request in a pass."""
+
+    table: SlotTable
+    start: int
+    """The position of its first committed row, or of its first guess."""
+    committed: list[int] = field(default_factory=list)
+    """Rows by position, from `start` on."""
+    guesses: list[tuple[int, Row]] = field(default_factory=list)
+    read: int = 0
+    """Tokens before its path begins in this pass."""
+    snapshot: int | None = None
+    """The state with which it begins there. None: its own."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.committed)
+
+
+def _by_request(rows: Sequence[Row]) -> list[_Member]:
+    """Raises `StateLostError` if a request's rows leave out tokens."""
+    found: dict[SlotTable, list[tuple[int, Row]]] = {}
+    for r, row in enumerate(rows):
+        found.setdefault(row.slot_table, []).append((r, row))
+    members: list[_Member] = []
+    for table, own in found.items():
+        committed = sorted((row.position, r) for r, row in own if not row.branch)
+        guesses = [(r, row) for r, row in own if row.branch]
+        start = committed[0][0] if committed else guesses[0][1].length
+        member = _Member(table, start, [r for _, r in committed], guesses)
+        positions = [position for position, _ in committed]
+        if positions != [*range(start, member.stop)] or any(row.length != member.stop for _, row in guesses):
+            raise StateLostError("rows of one request leave out tokens of its path")
+        members.append(member)
+    return members
 
 
 @dataclass(slots=True)
@@ -195,7 +306,8 @@ class _OpenLevel:
     kept: list[tuple[_Token | int, int]] = field(default_factory=list)
     """A parent, or a root's index among those of the pass, and an entry."""
     rows: list[tuple[_Token | int, int]] = field(default_factory=list)
-    ends: list[tuple[_Token, int]] = field(default_factory=list)
+    saved: list[tuple[_Token, int]] = field(default_factory=list)
+    """And the state after it."""
 
 
 class _Paths:
@@ -208,19 +320,19 @@ class _Paths:
         self._levels: list[_OpenLevel] = []
         self._windows: dict[int, tuple[int, ...]] = {}
         self._tails: list[tuple[int, ...]] = []
-        self._tail_roots: list[int] = []
+        self._tail_states: list[int] = []
         self._here: _Token | None = None
         self._trunk: _Token | None = None
         self._by_slot: dict[int, _Token] = {}
 
-    def begin(self, root: int, *, fresh: bool) -> None:
-        """At a request's root."""
+    def begin(self, state: int, *, fresh: bool) -> None:
+        """With this state, or zero in its place."""
         window = self._cache.window
-        first = 1 + root * window
-        self._root_inputs = (NO_INPUT,) * window if fresh else tuple(range(first, first + window))
-        self._roots.append(root)
+        first = 1 + state * window
+        self._first_inputs = (NO_INPUT,) * window if fresh else tuple(range(first, first + window))
+        self._roots.append(state)
         if fresh:
-            self._fresh.append(root)
+            self._fresh.append(state)
         self._here = self._trunk = None
         self._by_slot = {}
 
@@ -235,7 +347,7 @@ class _Paths:
 
     def _add(self, index: int, own_input: int, slot: int | None, *, is_row: bool) -> None:
         parent = self._here
-        before = self._root_inputs if parent is None else parent.inputs[1:]
+        before = self._first_inputs if parent is None else parent.inputs[1:]
         depth = 0 if parent is None else parent.level + 1
         if depth == len(self._levels):
             self._levels.append(_OpenLevel())
@@ -246,13 +358,16 @@ class _Paths:
         if slot is not None:
             self._by_slot[slot] = self._here
 
-    def end_trunk(self) -> None:
-        """The request's root moves here, where guesses begin."""
-        self._trunk = self._here
+    def save(self, state: int) -> None:
+        """Keep the state after this token there."""
         if self._here is not None:
-            self._levels[self._here.level].ends.append((self._here, self._roots[-1]))
+            self._levels[self._here.level].saved.append((self._here, state))
             self._tails.append(self._here.inputs[1:])
-            self._tail_roots.append(self._roots[-1])
+            self._tail_states.append(state)
+
+    def end_trunk(self) -> None:
+        """Guesses begin here."""
+        self._trunk = self._here
 
     def go_to_trunk(self) -> None:
         self._here = self._trunk
@@ -272,7 +387,7 @@ class _Paths:
             self._integers(self._fresh),
             [self._level(each, above) for each, above in zip(self._levels, [None, *self._levels], strict=False)],
             self._integers([self._windows.get(r, nothing) for r in range(self._padded)]).view(-1, window),
-            self._integers(self._tail_roots),
+            self._integers(self._tail_states),
             self._integers(self._tails).view(-1, window),
             self._integers(guesses),
             self._integers(entries),
@@ -290,8 +405,8 @@ class _Paths:
             self._integers(parents),
             self._integers([entry for _, entry in level.kept]),
             self._integers([r for _, r in level.rows]),
-            self._integers([position(token, level) for token, _ in level.ends]),
-            self._integers([root for _, root in level.ends]),
+            self._integers([position(token, level) for token, _ in level.saved]),
+            self._integers([state for _, state in level.saved]),
         )
 
     def _integers(self, values: Iterable[int] | Iterable[tuple[int, ...]]) -> Tensor:

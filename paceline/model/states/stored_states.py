@@ -109,7 +109,7 @@ class PassReader:
 
 
 class _Inputs:
-    """Of a convolution: zeros, M inputs before each root, the inputs of guesses, and the rows of this pass."""
+    """Of a convolution: zeros, the last M inputs of each state, the inputs of guesses, and the rows of this pass."""
 
     def __init__(self, cache: StateCache, like: Tensor) -> None:
         self._cache = cache
@@ -129,27 +129,27 @@ class _Inputs:
         data[cache.first_row : cache.first_row + rows] = inputs
         before = data.index_select(0, this.windows[:, cache.window - taps + 1 :].flatten())
         tails = data.index_select(0, this.tails.flatten())
-        first = 1 + this.tail_roots * cache.window
+        first = 1 + this.tail_states * cache.window
         data.index_copy_(0, (first.unsqueeze(1) + torch.arange(cache.window, device=data.device)).flatten(), tails)
         data.index_copy_(0, this.entries + cache.first_entry, inputs.index_select(0, this.guesses))
         return before.view(rows, taps - 1, -1)
 
 
 class _States:
-    """Of a scan: the states at the roots, float32, and the updates of guesses."""
+    """Of a scan: the states, float32, and the updates of guesses."""
 
     def __init__(self, cache: StateCache, scan: Scan) -> None:
-        self._roots = scan.updates[0].new_zeros(cache.requests, *scan.shape, dtype=torch.float32)
+        self._states = scan.updates[0].new_zeros(cache.states, *scan.shape, dtype=torch.float32)
         self._kept = [each.new_zeros(cache.guesses, *each.shape[1:]) for each in scan.updates]
 
     @property
     def nbytes(self) -> int:
-        return self._roots.nbytes + sum(each.nbytes for each in self._kept)
+        return self._states.nbytes + sum(each.nbytes for each in self._kept)
 
     def scan(self, this: StatePass, scan: Scan) -> Tensor:
         """See `StateReader`."""
-        self._roots.index_fill_(0, this.fresh, 0.0)
-        state = self._roots.index_select(0, this.roots)
+        self._states.index_fill_(0, this.fresh, 0.0)
+        state = self._states.index_select(0, this.roots)
         out: Tensor | None = None
         for level in this.levels:
             state = state.index_select(0, level.parents)
@@ -166,7 +166,7 @@ class _States:
             if out is None:
                 out = read.new_zeros(len(scan.updates[0]), *read.shape[1:])
             out.index_copy_(0, level.rows, read)
-            self._roots.index_copy_(0, level.ended_roots, state.index_select(0, level.ends))
+            self._states.index_copy_(0, level.saved_states, state.index_select(0, level.saved))
         for kept, update in zip(self._kept, scan.updates, strict=True):
             kept.index_copy_(0, this.entries, update.index_select(0, this.guesses))
         assert out is not None, "a pass has rows"

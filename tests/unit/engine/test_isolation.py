@@ -8,8 +8,8 @@ from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, Spe
 from paceline.drafting.speculator import Opening
 from paceline.engine.draft_client import LocalDraftClient
 from paceline.engine.engine import Engine
-from paceline.engine.slot_pool import BLOCK_SIZE
 from paceline.messages import Delta, GenerationRequest
+from paceline.model.rows import BLOCK_SIZE
 from paceline.v1 import draft_pb2
 from paceline.wire.draft_codec import decode_draft_frame, encode_opening
 from paceline.wire.link_errors import WireError

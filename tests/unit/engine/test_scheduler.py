@@ -18,7 +18,8 @@ from paceline.core.tree import ROOT
 from paceline.engine.draft_schedule import draft_frontier
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
-from paceline.engine.slot_pool import BLOCK_SIZE, SlotPool
+from paceline.engine.slot_pool import SlotPool
+from paceline.model.rows import BLOCK_SIZE
 from tests.unit.engine.bare_request import bare_request
 
 SLOTS = 256

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.slot_pool import BLOCK_SIZE, Block, OutOfSlotsError, SlotPool
+from paceline.engine.slot_pool import Block, OutOfSlotsError, SlotPool
+from paceline.model.rows import BLOCK_SIZE
 
 SLOTS = 6 * BLOCK_SIZE
 
