@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +29,9 @@ from paceline.drafting.method_registry import UNPACKED, hidden_state_layers
 from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.gguf.gguf_config import GgufSettings
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
-from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
+from paceline.model.attention import ATTENTION, SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.decoder import is_llama_kind
+from paceline.model.decoder import discover_layers, is_llama_kind, kept_guesses
 from paceline.model.device_memory import device_memory, gigabytes
 from paceline.model.gguf_model import packed_config
 from paceline.model.gpu import memory as gpu_memory
@@ -41,7 +41,9 @@ from paceline.model.loading import dtype_of, outline
 from paceline.model.native.native_network import head_width
 from paceline.model.packed_checkpoint import packed_weight_bytes, packing_of
 from paceline.model.rope import positions_in
+from paceline.model.states.stored_states import intercept_states
 from paceline.model.target_weights import TargetWeights
+from paceline.model.transformers_setup import set_up_transformers
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class WorkerMemory:
     weights: int = 0
     activations: int = 0
     bytes_per_slot: int = 0
+    states: int = 0
+    """Of layers that keep states by request: these, snapshots of them, and what is kept of guesses."""
 
     def __add__(self, other: WorkerMemory) -> WorkerMemory:
         """Of both together."""
@@ -67,18 +71,21 @@ class WorkerMemory:
             self.weights + other.weights,
             self.activations + other.activations,
             self.bytes_per_slot + other.bytes_per_slot,
+            self.states + other.states,
         )
 
     def __mul__(self, workers: int) -> WorkerMemory:
-        return WorkerMemory(self.weights * workers, self.activations * workers, self.bytes_per_slot * workers)
+        parts = self.weights, self.activations, self.bytes_per_slot, self.states
+        return WorkerMemory(*(each * workers for each in parts))
 
     def slots_in(self, memory: int) -> int:
         """How many slots fit into this many bytes; below 0 if not even the weights do."""
-        return (memory - self.weights - self.activations) // self.bytes_per_slot - SPARE_SLOTS
+        return (memory - self.weights - self.activations - self.states) // self.bytes_per_slot - SPARE_SLOTS
 
     def __str__(self) -> str:
+        states = f"{gigabytes(self.states)} of states, " if self.states else ""
         return (
-            f"{gigabytes(self.weights)} of weights, {gigabytes(self.activations)} of activations and "
+            f"{gigabytes(self.weights)} of weights, {states}{gigabytes(self.activations)} of activations and "
             f"{self.bytes_per_slot / 1024:.1f} KiB for each position"
         )
 
@@ -133,6 +140,7 @@ def _with_slots(
     parts = {
         "weights": own.weights,
         "activations": own.activations,
+        "states": own.states,
         "slots": own.bytes_per_slot * (slots + SPARE_SLOTS),
     }
     sizes = {f"{name}_gib": round(count / 2**30, 3) for name, count in parts.items()}
@@ -179,7 +187,22 @@ def model_memory(network: Any, engine: EngineConfig, packed: int | None = None) 
     # As `make_model` decides. Ranks capture no graphs of transformers' forward.
     by_transformers = packed is None and size == 1 and not is_llama_kind(network.config)
     weights = weights if packed is None else packed
-    return _with_cache(weights, config, heads, dtype, engine, graphs_have_logits=by_transformers)
+    need = _with_cache(weights, config, heads, dtype, engine, graphs_have_logits=by_transformers)
+    return _with_states(need, network, int(config.num_hidden_layers), heads, engine) if by_transformers else need
+
+
+def _with_states(need: WorkerMemory, network: Any, layers: int, heads: Heads, engine: EngineConfig) -> WorkerMemory:
+    """The need of a model whose layers may keep states: those have no keys and values."""
+    set_up_transformers()
+    if not intercept_states(network):
+        return need
+    if network._can_set_experts_implementation():
+        network.set_experts_implementation("batched_mm")  # transformers' default has no shapes without numbers
+    network.set_attn_implementation(ATTENTION)
+    attending, shapes = discover_layers(network, layers, heads, next(network.parameters()))
+    count = engine.max_num_seqs + (engine.state_snapshots if engine.enable_prefix_caching else 0)
+    states = shapes.nbytes(count, kept_guesses(engine.max_num_batched_rows))
+    return replace(need, bytes_per_slot=need.bytes_per_slot * len(attending) // layers, states=states)
 
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:

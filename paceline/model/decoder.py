@@ -96,6 +96,32 @@ def is_llama_kind(config: Any) -> bool:
     return plain and config.model_type in LLAMA_KIND and config.hidden_act == "silu"
 
 
+@torch.inference_mode()
+def discover_layers(network: Any, layers: int, heads: Heads, like: Tensor) -> tuple[list[int], StateShapes]:
+    """The layers that attend by `attention_interface`, and the states that others read. `like`: a tensor of the dtype
+    and device of the network, which may be `meta`.
+
+    Raises ValueError if a layer attends twice, or if there are no states and a layer does not attend.
+    """
+    table, shapes = SlotTable(range(1, GROUP + 1)), StateShapes()
+    cache = KVCache(layers, GROUP, heads, like.dtype, like.device)
+    this = TorchPass.of(cache, [table.row(0, i) for i in range(GROUP)])
+    with use_pass(this) as attended, use_reader(shapes):
+        network(input_ids=this.tokens.unsqueeze(0), position_ids=this.positions.unsqueeze(0), use_cache=False)
+    attending = sorted(set(attended))
+    if len(attended) != len(attending) or (len(attending) != layers and not shapes.calls):
+        raise ValueError(
+            f"its {layers} layers attend {len(attended)} times by way of transformers' attention interface, and "
+            "not once each: what else they do with keys and values is not known here"
+        )
+    return attending, shapes
+
+
+def kept_guesses(rows: int) -> int:
+    """Whose inputs are kept where layers keep states, if passes have as many rows."""
+    return max(rows, MEASURED_ROWS)
+
+
 class LayeredModel(TransformersModel):
     """Any transformers causal language model, through its own forward and `attention_interface`."""
 
@@ -113,7 +139,7 @@ class LayeredModel(TransformersModel):
         self._head: nn.Module = network.get_output_embeddings()
         weight: Any = self._head.weight
         self._network = network
-        self._attending, shapes = self._discovered(info.layers, heads, weight)
+        self._attending, shapes = discover_layers(network, info.layers, heads, weight)
         if shapes.calls and sharding is not None:
             raise ValueError("its layers keep states, which ranks do not share yet: set tensor_parallel_size to 1")
         self._attention, cache = make_attention(
@@ -124,7 +150,7 @@ class LayeredModel(TransformersModel):
         if shapes.calls:
             self.states = StateCache(
                 info.requests,
-                max(info.rows, MEASURED_ROWS),
+                kept_guesses(info.rows),
                 shapes.longest,
                 cache.device,
                 snapshots=info.snapshots,
@@ -207,26 +233,6 @@ class LayeredModel(TransformersModel):
                 **({"logits_to_keep": indices} if keeps else {}),
             ).logits[0]
         return logits if keeps else logits.index_select(0, indices)
-
-    @torch.inference_mode()
-    def _discovered(self, layers: int, heads: Heads, like: Tensor) -> tuple[list[int], StateShapes]:
-        """The layers that attend by `attention_interface`, and the states that others read.
-
-        Raises ValueError if a layer attends twice, or if there are no states and a layer does not attend.
-        """
-        table, shapes = SlotTable(range(1, GROUP + 1)), StateShapes()
-        this = TorchPass.of(
-            KVCache(layers, GROUP, heads, like.dtype, like.device), [table.row(0, i) for i in range(GROUP)]
-        )
-        with use_pass(this) as attended, use_reader(shapes):
-            self._network(input_ids=this.tokens.unsqueeze(0), position_ids=this.positions.unsqueeze(0), use_cache=False)
-        attending = sorted(set(attended))
-        if len(attended) != len(attending) or (len(attending) != layers and not shapes.calls):
-            raise ValueError(
-                f"its {layers} layers attend {len(attended)} times by way of transformers' attention interface, and "
-                "not once each: what else they do with keys and values is not known here"
-            )
-        return attending, shapes
 
     def embedding(self) -> Tensor:
         """The network's own weight, or a copy where the module does more than look it up, such as scale it."""

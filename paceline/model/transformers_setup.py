@@ -30,6 +30,10 @@ def set_up_transformers() -> None:
     disable_progress_bar()
     # Not its level: below ERROR alone it keeps quiet about ranks.
     logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
+    # Functions of layers that keep states are replaced, see `paceline.model.states.recurrences`.
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(
+        lambda record: "falling back to its reference" not in record.getMessage()
+    )
 
 
 def model_config(path: Path | str, device: str = "cpu", *, trust_remote_code: bool = False) -> Any:

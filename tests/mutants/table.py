@@ -41,6 +41,7 @@ PROBE = ("unit/model/test_row_probe.py",)
 GPU_PASSES = ("unit/model/test_gpu_passes.py",)
 TRITON = ("unit/model/test_triton_kernels.py",)
 STATES = ("exactness/test_states.py",)
+MEMORY_PLAN = ("unit/test_memory_plan.py",)
 GRAPHED_DRAFTS = ("unit/drafting/test_graphed_drafts.py",)
 DRAW_KERNELS = ("unit/drafting/test_draw_kernels.py",)
 LOADING_PEAK = ("unit/model/test_loading_peak.py",)
@@ -1706,7 +1707,7 @@ MUTANTS = (
         "a state is advanced by guesses that are refused",
         "paceline/model/states/state_cache.py",
         "        paths.add_row(r, row.slot)\n",
-        "        paths.add_row(r, row.slot)\n        paths.end_trunk()\n",
+        "        paths.add_row(r, row.slot)\n        paths.save(self._root(row.slot_table))\n",
         STATES,
     ),
     Mutant(
@@ -1733,7 +1734,7 @@ MUTANTS = (
     Mutant(
         "a state begins with that of the request before",
         "paceline/model/states/stored_states.py",
-        "        self._roots.index_fill_(0, this.fresh, 0.0)\n",
+        "        self._states.index_fill_(0, this.fresh, 0.0)\n",
         "",
         STATES,
     ),
@@ -1743,6 +1744,41 @@ MUTANTS = (
         "            if 0 < table.rooted < len(table):",
         "            if False:",
         STATES,
+    ),
+    Mutant(
+        "a snapshot is taken one token late",
+        "paceline/model/states/state_cache.py",
+        "            if position + 1 in saved and",
+        "            if position in saved and",
+        STATES,
+    ),
+    Mutant(
+        "a snapshot outlives the token in its slot",
+        "paceline/model/states/state_cache.py",
+        "            self._snapshots.pop(row.slot, None)",
+        "            pass",
+        STATES,
+    ),
+    Mutant(
+        "a snapshot gives way to another while a request begins there",
+        "paceline/model/states/state_cache.py",
+        "            self._in_pass.add(slot)\n            member.read",
+        "            member.read",
+        STATES,
+    ),
+    Mutant(
+        "a request begins after a prefix whose state is not kept",
+        "paceline/engine/slot_pool.py",
+        "        if self._prefix_length is not None:",
+        "        if False:",
+        STATES,
+    ),
+    Mutant(
+        "the plan leaves out states",
+        "paceline/memory_plan.py",
+        " - self.activations - self.states)",
+        " - self.activations)",
+        MEMORY_PLAN,
     ),
     Mutant(
         "a kernel takes the feature of another node's parent",

@@ -35,7 +35,10 @@ from paceline.model.gpu.memory import MOST_TABLES, PassMemory
 from paceline.model.gpu.pass_graphs import Outputs
 from paceline.model.loading import build, outline
 from paceline.model.model import TransformersModel
+from paceline.model.rows import SlotTable
+from paceline.model.states.stored_states import STATE_COPIES, _Inputs, _States
 from paceline.model.target_weights import load_target_weights
+from tests.exactness.architectures import tiny
 from tests.exactness.test_rows import network
 from tests.helpers.checkpoints import change_config, save_checkpoint, save_tokenizer
 from tests.helpers.device_passes import use_torch
@@ -123,6 +126,29 @@ def test_a_model_takes_what_the_plan_says(tmp_path: Path, architecture: str, dty
     network = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=model.dtype)
     assert need.weights == sum(parameter.nbytes for parameter in network.parameters())
     assert need.activations > 256 * 64 * 4, "the float32 logits of a full pass"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_take_what_the_plan_says(tmp_path: Path, architecture: str, dtype: Any) -> None:
+    """Those of requests, snapshots, and inputs of guesses; layers that keep them have no keys and values."""
+    tiny(architecture).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(128))
+    engine = EngineConfig(
+        slots=300, dtype=dtype, max_model_len=256, max_num_seqs=5, max_num_batched_rows=300, state_snapshots=7
+    )
+    need = model_memory(outline(str(tmp_path), engine), engine)
+    model: Any = load(str(tmp_path), engine)
+    assert model.cache.data.nbytes == need.bytes_per_slot * (300 + SPARE_SLOTS)
+    model.run([SlotTable([1]).row(5, 0)], [])
+    inputs = [each for each in model._states._memories if isinstance(each, _Inputs)]
+    rows = sum(each.nbytes - each._data[: model.states.first_row].nbytes + each._data[0].nbytes for each in inputs)
+    states = [each._states[0].nbytes for each in model._states._memories if isinstance(each, _States)]
+    assert model.states.states == 5 + 7
+    assert need.states == model._states.nbytes - rows + 300 * STATE_COPIES * max(states, default=0)
+    fewer = model_memory(outline(str(tmp_path), engine), engine.model_copy(update={"enable_prefix_caching": False}))
+    assert fewer.states < need.states
+    assert need.slots_in(GIB + need.states) == fewer.slots_in(GIB + fewer.states)
 
 
 def test_a_rank_has_its_share_of_layers_and_heads(target: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from paceline.model.rows import GROUP, Row
 from paceline.model.states.recurrences import FUNCTIONS, Scan, StateReader
 from paceline.model.states.state_cache import StateCache, StatePass
+
+STATE_COPIES = 3
+"""Of the states of a pass' rows, in one layer at a time: before and after a token, and a product."""
 
 _current: ContextVar[StateReader | None] = ContextVar("reader", default=None)
 
@@ -29,13 +33,16 @@ def use_reader(reader: StateReader | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def intercept_states(network: nn.Module) -> None:
-    """Let the layers of a network ask for the current reader. Without one they compute what they did before."""
+def intercept_states(network: nn.Module) -> bool:
+    """Let the layers of a network ask for the current reader. Without one they compute what they did before. Returns
+    whether any could."""
+    found = False
     for module in {sys.modules[type(each).__module__] for each in network.modules()}:
         for name in FUNCTIONS.keys() & vars(module).keys():
-            function = getattr(module, name)
+            found, function = True, getattr(module, name)
             if not hasattr(function, "reads_states"):
                 setattr(module, name, _intercepted(function, FUNCTIONS[name]))
+    return found
 
 
 def _intercepted(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,22 +56,33 @@ def _intercepted(original: Callable[..., Any], ours: Callable[..., Any]) -> Call
 
 
 class StateShapes:
-    """A reader that computes nothing, and notes which states a pass reads."""
+    """A reader that computes nothing, and notes which states a pass reads. Tensors may be on `meta`."""
 
     def __init__(self) -> None:
         self.longest = 0
         """Tokens before its own that a convolution reads, at most."""
         self.calls = 0
+        self._inputs = self._updates = self._scanned = self._largest = 0
+        """Bytes of a token's inputs of convolutions and of updates, and of the states of all scans and the largest."""
 
     def window(self, inputs: Tensor, taps: int) -> Tensor:
         self.calls += 1
         self.longest = max(self.longest, taps - 1)
+        self._inputs += inputs[0].nbytes
         return inputs.new_zeros(len(inputs), taps - 1, inputs.shape[-1])
 
     def scan(self, scan: Scan) -> Tensor:
         self.calls += 1
-        rows = len(scan.updates[0])
-        return scan.read(scan.updates[0].new_zeros(rows, *scan.shape), *scan.queries)
+        like = scan.updates[0]
+        state = 4 * math.prod(scan.shape)
+        self._updates += sum(each[0].nbytes for each in scan.updates)
+        self._scanned, self._largest = self._scanned + state, max(self._largest, state)
+        return scan.read(like.new_zeros(len(like), *scan.shape), *scan.queries)
+
+    def nbytes(self, states: int, guesses: int) -> int:
+        """Of so many states, of the inputs of so many guesses, and of a pass' own states where guesses are its rows."""
+        of_state, of_guess = self._scanned + self.longest * self._inputs, self._updates + self._inputs
+        return states * of_state + guesses * (of_guess + STATE_COPIES * self._largest)
 
 
 class StoredStates:
