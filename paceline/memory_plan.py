@@ -31,7 +31,7 @@ from paceline.gguf.gguf_config import GgufSettings
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
 from paceline.model.attention import ATTENTION, SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.decoder import discover_layers, is_llama_kind, kept_guesses
+from paceline.model.decoder import discover_layers, is_llama_kind, kept_states
 from paceline.model.device_memory import device_memory, gigabytes
 from paceline.model.gguf_model import packed_config
 from paceline.model.gpu import memory as gpu_memory
@@ -200,8 +200,9 @@ def _with_states(need: WorkerMemory, network: Any, layers: int, heads: Heads, en
         network.set_experts_implementation("batched_mm")  # transformers' default has no shapes without numbers
     network.set_attn_implementation(ATTENTION)
     attending, shapes = discover_layers(network, layers, heads, next(network.parameters()))
-    count = engine.max_num_seqs + (engine.state_snapshots if engine.enable_prefix_caching else 0)
-    states = shapes.nbytes(count, kept_guesses(engine.max_num_batched_rows))
+    requests, guesses = kept_states(engine.max_num_seqs, engine.max_num_batched_rows)
+    snapshots = engine.state_snapshots if engine.enable_prefix_caching else 0
+    states = shapes.nbytes(requests + snapshots, guesses)
     return replace(need, bytes_per_slot=need.bytes_per_slot * len(attending) // layers, states=states)
 
 

@@ -77,9 +77,7 @@ class ModelNetwork:
     first_row = state_size = 0
 
     def __init__(self, model: Model, method: str = "draft_model", mapping: VocabularyMapping | None = None) -> None:
-        """Raises ValueError if the vocabularies have too little in common, or if the model keeps states."""
-        if model.states is not None:
-            raise ValueError(f"{model.name} cannot be a draft: its layers keep states, which drafts do not know yet")
+        """Raises ValueError if the vocabularies have too little in common."""
         fingerprint, size = model.fingerprint, model.vocabulary_size
         self._columns = self.ids = None
         if mapping is not None:
@@ -88,7 +86,9 @@ class ModelNetwork:
             self._columns = torch.tensor(mapping.common)
             self.ids = torch.tensor([mapping.target_ids[token] for token in mapping.common])
         self.description = DraftDescription(method, model.name, fingerprint, size, (), model.max_model_len)
-        self.slots, self.mapping = model.slots, mapping
+        self.slots, self.mapping, self.layer_states = model.slots, mapping, model.states
+        if model.states is not None:
+            model.states.reruns_accepted = True
         self._model = model
 
     def encode(self, states: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ class BestFirstRequest(NetworkRequest):
         return self.missing if self.depth_limit > 0 and self.least_path_log_prob < 0.0 else max(0, self.missing - 1)
 
     def root_moved(self, committed: CommitResult) -> list[int]:
-        """The first nodes of the committed path stay computed, as long as they are expanded; a head's do not."""
+        """The first nodes of the committed path stay computed, as long as they are expanded, unless they run again."""
         slots, self.slots = self.slots, {}
         self.features.clear()
-        if self.states is None:
+        if not self.reruns_accepted:
             known = [slots.pop(node) for node in itertools.takewhile(slots.__contains__, committed.path)]
             self.slot_table.slots.extend(known)
             self.computed += len(known)
@@ -215,6 +215,7 @@ class BestFirst:
     def grow(self, pool: DraftCache[BestFirstRequest]) -> Mapping[int, list[int]]:
         """One pass of the network: missing committed tokens first, then the likeliest nodes."""
         start = self._clock()
+        self._forget_lost(pool)
         this = DraftPass()
         by_link = pool.by_link()
         self._add_context(this, pool.context(by_link))
@@ -232,6 +233,15 @@ class BestFirst:
             self._cost.passes.observe(len(this.rows), pass_s)
             self._cost.observe(len(this.rows), self._clock() - start)
         return new
+
+    def _forget_lost(self, pool: DraftCache[BestFirstRequest]) -> None:
+        """Where layers keep states, no node can run below one whose inputs gave way to others'."""
+        if (kept := self.network.layer_states) is None:
+            return
+        for request in pool.requests.values():
+            lost = {node for node, slot in request.slots.items() if not kept.keeps_inputs(slot)}
+            if lost:
+                pool.forget(request, [node for node in request.slots if lost.intersection(request.tree.path(node))])
 
     def _add_context(self, this: DraftPass, context: Iterable[tuple[BestFirstRequest, range]]) -> None:
         """Rows for missing committed tokens. The last one of a request expands its root."""

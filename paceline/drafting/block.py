@@ -96,6 +96,7 @@ class MaskTokens:
         self.description, self.slots, self.ids = network.description, network.slots, network.ids
         self.mapping, self.first_row, self.state_size = network.mapping, network.first_row, network.state_size
         self.tokens_per_pass, self.scratch_slots = tokens_per_pass, tokens_per_pass - 1
+        self.layer_states = network.layer_states
         self._network, self._mask, self._feature = network, mask, feature
 
     def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Tensor:

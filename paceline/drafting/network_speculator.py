@@ -41,6 +41,7 @@ from paceline.drafting.tree_speculator import TreeRequest, TreeSpeculator
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.grammar.grammar_state import GrammarCompiler
 from paceline.model.rows import SlotTable
+from paceline.model.states.state_cache import StateCache
 
 PREFILL_ROWS = 256
 """Context tokens computed per round."""
@@ -67,6 +68,10 @@ class DraftNetwork(Protocol):
     @property
     def mapping(self) -> VocabularyMapping | None:
         """To its own tokens; None: they are the target's."""
+
+    @property
+    def layer_states(self) -> StateCache | None:
+        """Of layers that keep states by request; None: no layer does."""
 
 
 def prompt_inputs(network: DraftNetwork, tokens: Sequence[int]) -> list[int]:
@@ -139,6 +144,8 @@ class NetworkRequest(TreeRequest, ABC):
     """Committed input tokens and those of one path are at most so many."""
     states: StateQueue | None
     """Hidden states for tokens that are not computed yet; None: the network reads none."""
+    reruns_accepted: bool
+    """Whether accepted nodes are computed again: a head's from the target's states, and where layers keep states."""
     slot_table: SlotTable = field(default_factory=SlotTable)
     """The slots of `tokens`, computed or not."""
     computed: int = 0
@@ -269,6 +276,12 @@ class DraftCache(Generic[R]):
         if sorted([*self.free, *held]) != list(range(1, self.slots + 1)):
             raise AssertionError(f"{len(self.free)} slots free and {len(held)} held, of {self.slots}")
 
+    def forget(self, request: R, nodes: Iterable[int]) -> None:
+        """Free the slots of computed nodes, which may be computed again."""
+        for node in nodes:
+            self.free.append(request.slots.pop(node))
+        request.refresh()
+
     def _reclaim(self, count: int) -> None:
         """Free up to `count` slots: those of the unlikeliest nodes of the request with the most computed nodes, on the
         link that holds the most slots."""
@@ -278,9 +291,8 @@ class DraftCache(Generic[R]):
         computed = [request for request in self.requests.values() if request.slots]
         largest = max(computed, key=lambda request: (held[request.opening.link], len(request.slots)))
         tree = largest.tree
-        for node in sorted(largest.slots, key=lambda node: (tree.path_log_probs[node], -tree.depths[node]))[:count]:
-            self.free.append(largest.slots.pop(node))
-        largest.refresh()
+        unlikeliest = sorted(largest.slots, key=lambda node: (tree.path_log_probs[node], -tree.depths[node]))
+        self.forget(largest, unlikeliest[:count])
 
 
 class NetworkSpeculator(TreeSpeculator[R]):
@@ -302,8 +314,20 @@ class NetworkSpeculator(TreeSpeculator[R]):
         history = request_history(opening, self.description.vocabulary_size, self.grammars)
         tokens = prompt_inputs(self._network, opening.tokens)
         self._check_length(len(tokens))
+        kept = self._network.layer_states
+        if kept is not None and len(self._requests) >= kept.requests:
+            raise DraftError(f"the draft keeps states for {kept.requests} requests: raise max_num_seqs")
         states = StateQueue(latest=not self._network.slots) if self.description.hidden_state_layers else None
-        request = self._way.request_type(opening, tree, history, self._way.limits, tokens, self._input_limit, states)
+        request = self._way.request_type(
+            opening,
+            tree,
+            history,
+            self._way.limits,
+            tokens,
+            self._input_limit,
+            states,
+            reruns_accepted=states is not None or kept is not None,
+        )
         request.slot_table.slots.extend(self._pool.take(len(tokens)))
         return request
 
@@ -328,6 +352,7 @@ class NetworkSpeculator(TreeSpeculator[R]):
 
     def release(self, request: R) -> None:
         self._pool.free += request.all_slots
+        request.slot_table.clear()
 
     @torch.inference_mode()
     def grow(self) -> dict[int, Growth]:
@@ -349,6 +374,8 @@ class NetworkSpeculator(TreeSpeculator[R]):
         request.slot_table.truncate(length)
         del request.tokens[length:]
         request.computed = min(request.computed, length - 1)
+        if (kept := self._network.layer_states) is not None:
+            request.computed = kept.prefix_length(request.slot_table.slots[: request.computed])
         request.tree = TokenTree(length - 1, request.tokens[-1])
         split = min(length, len(request.opening.tokens) - request.opening.output_tokens)
         request.history = History(

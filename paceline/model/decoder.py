@@ -57,6 +57,8 @@ MOST_TOLERANCE = 0.4
 
 MEASURED_ROWS = 256
 """Guesses of a pass whose time is measured, at most."""
+CHECKED_REQUESTS = 4
+"""Of `check_logits`."""
 
 RunLogits = Callable[[Sequence[Row], Sequence[int]], Tensor]
 """Logits of the wanted rows of a pass."""
@@ -117,9 +119,9 @@ def discover_layers(network: Any, layers: int, heads: Heads, like: Tensor) -> tu
     return attending, shapes
 
 
-def kept_guesses(rows: int) -> int:
-    """Whose inputs are kept where layers keep states, if passes have as many rows."""
-    return max(rows, MEASURED_ROWS)
+def kept_states(requests: int, rows: int) -> tuple[int, int]:
+    """Whose states, and how many guesses' inputs, are kept: those that checks and measurements need, too."""
+    return max(requests, CHECKED_REQUESTS), max(rows, MEASURED_ROWS)
 
 
 class LayeredModel(TransformersModel):
@@ -149,8 +151,7 @@ class LayeredModel(TransformersModel):
         self._states: StoredStates | None = None
         if shapes.calls:
             self.states = StateCache(
-                info.requests,
-                kept_guesses(info.rows),
+                *kept_states(info.requests, info.rows),
                 shapes.longest,
                 cache.device,
                 snapshots=info.snapshots,

@@ -12,7 +12,8 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.policy.step_cost import RowCost
-from paceline.drafting.best_first import ModelNetwork
+from paceline.drafting.network_speculator import DraftCache
+from paceline.drafting.speculator import DraftError
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, GenerationRequest
@@ -21,12 +22,16 @@ from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import Row, SlotTable
 from paceline.model.states.state_cache import StateCache, StateLostError
 from tests.exactness.architectures import VOCABULARY, Oracle, tiny
+from tests.helpers.drafts import model_draft
 from tests.helpers.engine_runs import run
+from tests.helpers.workers import opening
 
 KINDS = ("qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2", "falcon_h1")
 """Gated delta rule, Kimi's, Mamba-2, a convolution alone, and attention beside a state. Mamba's first kind multiplies
 matrices outside linear layers, whose sums depend on the number of rows: the probe at the start says so."""
 REQUESTS = 6
+CHECKED_GUESSES = 36
+"""Of the pass that checks a model when it is loaded."""
 MODELS: dict[tuple[str, int], Any] = {}
 
 
@@ -163,6 +168,12 @@ def test_as_many_requests_keep_states_as_may_run() -> None:
     model.states.check_integrity([*tables, other])
 
 
+def test_one_request_at_a_time_is_enough() -> None:
+    """The checks of a loaded model take more."""
+    config = EngineConfig(slots=1024, max_model_len=256, max_num_seqs=1, verify=True)
+    assert is_row_invariant(build(tiny("lfm2"), "lfm2", config, "", []))
+
+
 def test_a_state_starts_at_zero() -> None:
     model = model_of("nemotron_h")
     expected = computed(model, text(20), [20])
@@ -226,7 +237,8 @@ def shared(model: Any, before: list[int], prefix: int, after: list[int]) -> torc
     first.clear()
     table = SlotTable([*slots, *range(500, 500 + len(after))])
     rows = [table.row(token, prefix + i) for i, token in enumerate(after)]
-    return model.run(rows, range(len(rows))).logits.clone()
+    logits: torch.Tensor = model.run(rows, range(len(rows))).logits.clone()
+    return logits
 
 
 def test_a_path_that_begins_with_another_has_the_same_bits(model: Any) -> None:
@@ -305,9 +317,55 @@ def test_requests_begin_with_prefixes_of_others(architecture: str) -> None:
     assert sum(each >= 48 for each in cached) >= 4
 
 
-def test_such_a_model_is_refused_as_a_draft() -> None:
-    with pytest.raises(ValueError, match="lfm2 cannot be a draft: its layers keep states"):
-        ModelNetwork(model_of("lfm2"))
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h", "lfm2"])
+def test_a_draft_keeps_states(architecture: str) -> None:
+    """The target's own weights guess what it draws next."""
+    assert right_at_once(drafted(architecture)) > 0.95
+
+
+def test_a_draft_takes_no_more_requests_than_it_keeps_states_for() -> None:
+    config = EngineConfig(slots=1024, max_model_len=256, max_num_seqs=5)
+    speculator = model_draft(build(tiny("lfm2"), "lfm2", config, "", []), tree_width=2)
+    for n in range(5):
+        speculator.open(opening(n))
+    with pytest.raises(DraftError, match="keeps states for 5 requests: raise max_num_seqs"):
+        speculator.open(opening(5))
+    speculator.close(3)
+    speculator.open(opening(6))
+
+
+def test_a_draft_computes_guesses_again_whose_inputs_gave_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[int] = []
+    forget = DraftCache.forget
+
+    def counted(self: Any, request: Any, nodes: list[int]) -> None:
+        forgotten.extend(nodes)
+        forget(self, request, nodes)
+
+    monkeypatch.setattr(DraftCache, "forget", counted)
+    monkeypatch.setattr("paceline.model.decoder.MEASURED_ROWS", CHECKED_GUESSES)
+    assert right_at_once(drafted("lfm2")) > 0.95
+    assert forgotten
+
+
+def right_at_once(results: dict[str, Delta]) -> float:
+    """Of the steps with guesses, the share whose first token was guessed."""
+    verified = [each.speculation for each in results.values() if each.speculation]
+    return sum(each.accepted_by_depth[0] for each in verified) / sum(each.drafted_by_depth[0] for each in verified)
+
+
+def drafted(architecture: str) -> dict[str, Delta]:
+    """Answers with the guesses of a draft that keeps states; the tokens are those without."""
+    model = model_of(architecture)
+    plain: dict[str, list[int]] = {}
+    for request in requests():
+        plain |= tokens(served(model, [request], NoDraftClient()))
+    config = EngineConfig(slots=1024, max_model_len=256, max_num_batched_rows=8, max_num_seqs=REQUESTS)
+    speculator = model_draft(build(tiny(architecture), architecture, config, "", []), tree_width=2)
+    results = served(model, requests(), LocalDraftClient(speculator))
+    assert tokens(results) == plain
+    speculator.check_integrity()
+    return results
 
 
 def test_a_guess_takes_the_inputs_of_its_update_and_no_state() -> None:

@@ -26,7 +26,7 @@ class HeadNetwork(ABC):
     """A head's weights, with a KV cache of its own in slots 1 to `slots`. Positions go as far as the target's."""
 
     first_row = 1
-    mapping = None
+    mapping = layer_states = None
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RootStateNetwork:
     """A head without a KV cache, which reads the state that the root was drawn from, and no position before."""
 
     slots = first_row = 0
-    mapping = None
+    mapping = layer_states = None
 
     def __init__(self, target: TargetWeights, method: str, model: str, ids: Tensor | None) -> None:
         """See `HeadNetwork`."""

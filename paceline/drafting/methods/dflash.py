@@ -41,7 +41,7 @@ class DFlashNetwork:
     """One draft's weights, with keys and values of the context in slots 1 to `slots`."""
 
     first_row = scratch_slots = 0
-    mapping = None
+    mapping = layer_states = None
     sees_paths = False
 
     def __init__(

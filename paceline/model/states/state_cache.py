@@ -86,6 +86,8 @@ class StateCache:
         the tokens before its own that the longest convolution reads. `interval`: tokens between snapshots."""
         self.requests, self.guesses, self.window, self.device = requests, guesses, window, device
         self.snapshots, self.interval = snapshots, interval
+        self.reruns_accepted = False
+        """Whether a request's accepted guesses run once more, as committed tokens. Else its slot table tells them."""
         self._roots: WeakKeyDictionary[SlotTable, int] = WeakKeyDictionary()
         self._entries: OrderedDict[int, int] = OrderedDict()
         """By slot, the oldest first."""
@@ -110,6 +112,10 @@ class StateCache:
     def first_row(self) -> int:
         return self.first_entry + self.guesses
 
+    def keeps_inputs(self, slot: int) -> bool:
+        """Of the guess in this slot, so that others can run below it."""
+        return slot in self._entries
+
     def prefix_length(self, slots: Sequence[int]) -> int:
         """How many tokens of a path a request can begin after, given the slots of all."""
         last = len(slots) // BLOCK_SIZE * BLOCK_SIZE
@@ -129,7 +135,7 @@ class StateCache:
             self._find_origin(each)  # all of them before any snapshot gives way to another
         paths = _Paths(self, padded)
         running = {each.table for each in members}
-        for table in [each for each in self._guessed if each not in running]:
+        for table in [each for each in self._guessed if each not in running and not self.reruns_accepted]:
             if 0 < table.rooted < len(table):  # its guesses were verified, and it does not run in this pass
                 self._read_trunk(paths, _Member(table, len(table), read=table.rooted))
         for each in members:
@@ -154,6 +160,8 @@ class StateCache:
     def _read_trunk(self, paths: _Paths, member: _Member) -> None:
         """The request's committed tokens from where its path begins. Its state moves to the end, where guesses
         begin."""
+        if self.reruns_accepted and member.read < member.start:
+            raise StateLostError("tokens before a row are not in its request's state")
         own = self._root(member.table)
         paths.begin(own if member.snapshot is None else member.snapshot, fresh=not member.read)
         saved = self._positions_to_save(member)
@@ -201,10 +209,9 @@ class StateCache:
         paths.add_row(r, row.slot)
 
     def _entry(self, slot: int) -> int:
-        entry = self._entries.get(slot)
-        if entry is None:
+        if not self.keeps_inputs(slot):
             raise StateLostError("tokens before a row are not in its request's state")
-        return entry
+        return self._entries[slot]
 
     def _new_entries(self, written: Sequence[int], guessed: Sequence[int]) -> list[int]:
         """For the inputs of guesses, given the slots of a pass' rows."""
