@@ -209,7 +209,8 @@ def tokens(results: dict[str, Delta]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h", "lfm2"])
 def test_tokens_do_not_depend_on_guesses_preemption_or_replay(architecture: str) -> None:
     """Half of the guesses are wrong. A replay begins with the tokens that another engine has committed."""
-    model, plain = model_of(architecture), {}
+    model = model_of(architecture)
+    plain: dict[str, list[int]] = {}
     for request in requests():
         plain |= tokens(served(model, [request], NoDraftClient()))
     oracle = Oracle({tuple(request.prompt): plain[request.request_id] for request in requests()})

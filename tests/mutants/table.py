@@ -1774,6 +1774,20 @@ MUTANTS = (
         STATES,
     ),
     Mutant(
+        "a draft takes accepted guesses for states that have read them",
+        "paceline/drafting/network_speculator.py",
+        "            reruns_accepted=states is not None or kept is not None,",
+        "            reruns_accepted=states is not None,",
+        STATES,
+    ),
+    Mutant(
+        "a draft guesses below nodes whose inputs are not kept any more",
+        "paceline/drafting/best_first.py",
+        "            if lost:\n",
+        "            if False:\n",
+        STATES,
+    ),
+    Mutant(
         "the plan leaves out states",
         "paceline/memory_plan.py",
         " - self.activations - self.states)",
