@@ -124,7 +124,9 @@ class LayeredModel(TransformersModel):
         if shapes.calls:
             self.keeps_states = True
             guesses = max(info.rows, MEASURED_ROWS)
-            self._states = StoredStates(StateCache(info.requests, guesses, shapes.longest, cache.device))
+            native = isinstance(self._attention, NativeAttention)
+            states = StateCache(info.requests, guesses, shapes.longest, cache.device, native=native)
+            self._states = StoredStates(states)
         base: Any = network.base_model
         self._embedding: Any = base.get_input_embeddings()
         self._taps: list[nn.Module] = [self._embedding, *_layers_of(base, self.layers), base]
