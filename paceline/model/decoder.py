@@ -156,6 +156,7 @@ class LayeredModel(TransformersModel):
                 cache.device,
                 snapshots=info.snapshots,
                 interval=info.snapshot_interval,
+                native=isinstance(self._attention, NativeAttention),
             )
             self._states = StoredStates(self.states)
         base: Any = network.base_model

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftC
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, GenerationRequest
 from paceline.model.loading import build
+from paceline.model.native.build import NativeUnavailableError
 from paceline.model.row_probe import is_row_invariant
 from paceline.model.rows import Row, SlotTable
 from paceline.model.states.state_cache import StateCache, StateLostError
@@ -33,17 +36,23 @@ REQUESTS = 6
 CHECKED_GUESSES = 36
 """Of the pass that checks a model when it is loaded."""
 MODELS: dict[tuple[str, int], Any] = {}
+BY_TORCH = " by torch"
 
 
-def model_of(architecture: str, slots: int = 1024) -> Any:
-    """Kept: no test changes it."""
-    if (architecture, slots) not in MODELS:
+def model_of(name: str, slots: int = 1024) -> Any:
+    """Of an architecture, by native code if there is some or `BY_TORCH`. Kept: no test changes it."""
+    if (name, slots) not in MODELS:
         config = EngineConfig(slots=slots, max_model_len=256, max_num_seqs=REQUESTS, max_num_batched_rows=64)
-        MODELS[architecture, slots] = build(tiny(architecture), architecture, config, "", [])
-    return MODELS[architecture, slots]
+        architecture = name.removesuffix(BY_TORCH)
+        switched_off = patch(
+            "paceline.model.network_factory.NativeAttention", side_effect=NativeUnavailableError("switched off")
+        )
+        with switched_off if name.endswith(BY_TORCH) else nullcontext():
+            MODELS[name, slots] = build(tiny(architecture), name, config, "", [])
+    return MODELS[name, slots]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind + way for kind in KINDS for way in ("", BY_TORCH)])
 def model(request: pytest.FixtureRequest) -> Any:
     return model_of(request.param)
 
@@ -73,6 +82,12 @@ def test_bits_do_not_depend_on_chunks(model: Any) -> None:
 def test_bits_do_not_depend_on_rows_beside(model: Any) -> None:
     assert model.states is not None
     assert is_row_invariant(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_code_computes_what_torch_does(kind: str) -> None:
+    native, by_torch = (computed(model_of(kind + way), text(61), [61]) for way in ("", BY_TORCH))
+    torch.testing.assert_close(native, by_torch, atol=1e-4, rtol=1e-4)
 
 
 def test_states_follow_what_was_accepted(model: Any) -> None:
@@ -375,7 +390,7 @@ def test_a_guess_takes_the_inputs_of_its_update_and_no_state() -> None:
     inputs, states = model._states._memories
     cache = model._states.cache
     heads, size, channels = 4, 16, 3 * 4 * 16
-    assert states._kept[0].shape[0] == cache.guesses
-    assert sum(each[0].nbytes for each in states._kept) == 4 * heads * (3 * size + 1)
+    assert len(states._kept) == cache.guesses
+    assert states._kept[0].nbytes == 4 * heads * (3 * size + 1)
     assert states._states[0].nbytes == 4 * heads * size * size
     assert inputs._data[0].nbytes == 4 * channels

@@ -42,6 +42,7 @@ GPU_PASSES = ("unit/model/test_gpu_passes.py",)
 TRITON = ("unit/model/test_triton_kernels.py",)
 STATES = ("exactness/test_states.py",)
 MEMORY_PLAN = ("unit/test_memory_plan.py",)
+NATIVE_STATES = ("exactness/test_native_states.py",)
 GRAPHED_DRAFTS = ("unit/drafting/test_graphed_drafts.py",)
 DRAW_KERNELS = ("unit/drafting/test_draw_kernels.py",)
 LOADING_PEAK = ("unit/model/test_loading_peak.py",)
@@ -1720,8 +1721,8 @@ MUTANTS = (
     Mutant(
         "a convolution forgets one input",
         "paceline/model/states/recurrences.py",
-        "    for tap in range(taps - 1):",
-        "    for tap in range(1, taps - 1):",
+        "        for tap in range(self.taps - 1):",
+        "        for tap in range(1, self.taps - 1):",
         STATES,
     ),
     Mutant(
@@ -1793,6 +1794,41 @@ MUTANTS = (
         " - self.activations - self.states)",
         " - self.activations)",
         MEMORY_PLAN,
+    ),
+    Mutant(
+        "native: a branch changes the state that its siblings begin with",
+        "paceline/model/native/states.hpp",
+        "last_child[parent] == t ? buffers_[parent] : take()",
+        "buffers_[parent]",
+        NATIVE_STATES,
+    ),
+    Mutant(
+        "native: a convolution forgets one input",
+        "paceline/model/native/states.hpp",
+        "for (int tap = 0; tap < taps - 1; tap++) sum",
+        "for (int tap = 1; tap < taps - 1; tap++) sum",
+        NATIVE_STATES,
+    ),
+    Mutant(
+        "native: the last committed token of a pass is not in its request's state",
+        "paceline/model/native/states.hpp",
+        "copy(buffer(t), WIDTH, state(saved[1])",
+        "if (parent < 0) copy(buffer(t), WIDTH, state(saved[1])",
+        NATIVE_STATES,
+    ),
+    Mutant(
+        "native: heads of one group read the keys of all",
+        "paceline/model/native/states.hpp",
+        "group = head / (spec_.heads / spec_.groups)",
+        "group = head % spec_.groups",
+        NATIVE_STATES,
+    ),
+    Mutant(
+        "native: inputs before a state are taken from guesses that have replaced them",
+        "paceline/model/native/states.hpp",
+        "std::copy_n(&tails[i * width], width, memory(",
+        "std::copy_n(input(spec_.tails[i]) + begin, width, memory(",
+        NATIVE_STATES,
     ),
     Mutant(
         "a kernel takes the feature of another node's parent",

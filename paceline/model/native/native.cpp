@@ -1,7 +1,8 @@
-// The C interface. native_network.py, native_attention.py and packed_rows.py mirror its structures.
+// The C interface. native_network.py, native_attention.py, native_states.py and packed_rows.py mirror its structures.
 #include "layer_attention.hpp"
 #include "network.hpp"
 #include "draw_candidates.hpp"
+#include "states.hpp"
 
 using namespace paceline;
 
@@ -89,6 +90,12 @@ void paceline_attention_run(void* attention, void* pool, const AttentionSpec* la
     ((AnyLayerAttention*)attention)->run(*(ThreadPool*)pool, *layer);
 }
 void paceline_attention_destroy(void* attention) { delete (AnyLayerAttention*)attention; }
+
+void paceline_scan(const ScanSpec* spec, void* pool) { Scan(*spec).run(*(ThreadPool*)pool); }
+void paceline_convolution(const ConvolutionSpec* spec, void* pool) {
+    if (spec->is_bf16) Convolution<bf16>(*spec).run(*(ThreadPool*)pool);
+    else Convolution<float>(*spec).run(*(ThreadPool*)pool);
+}
 
 // Writes the tokens that can win each row's draw, as indices into x [rows, vocabulary], and their integers; returns their
 // number. keys [rows, 2]; indices and integers [rows * vocabulary].

@@ -48,6 +48,7 @@ class NativeLibrary:
         lib.paceline_product_run.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
         lib.paceline_attention_create.argtypes = [ctypes.c_int32] * 5
         lib.paceline_attention_run.argtypes = [Pointer] * 3
+        lib.paceline_scan.argtypes = lib.paceline_convolution.argtypes = [Pointer] * 2
         lib.paceline_draw_candidates.argtypes = [
             Pointer,
             *[ctypes.c_int32] * 2,
@@ -66,8 +67,8 @@ class NativeLibrary:
         weakref.finalize(owner, getattr(self.lib, f"paceline_{kind}_destroy"), handle)
         return handle
 
-    def run(self, function: str, handle: Pointer, *arguments: object) -> None:
-        """Call `paceline_<function>` of a native object, in the threads of the pool."""
+    def run(self, function: str, handle: object, *arguments: object) -> None:
+        """Call `paceline_<function>` of a native object, or of a structure, in the threads of the pool."""
         with self._lock:
             getattr(self.lib, f"paceline_{function}")(handle, self.thread_pool, *arguments)
 

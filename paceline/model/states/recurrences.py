@@ -10,6 +10,7 @@ has one sequence: the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,28 +21,92 @@ NORM_EPS = 1e-6
 """Of keys' and queries' lengths, in transformers' functions."""
 
 
-class Scan(NamedTuple):
-    """A state that each token changes by its update, and then reads.
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """States [H, N, C] that each token changes, float32, and then reads: a state decays, and the outer product of a key
+    and of a change is added to it. All tensors are float32.
 
-    updates: of each row, [R, ...] each; `update(state [n, ...], *updates)` gives the states after n tokens from those
-    before, and may overwrite these. `read(state, *queries)`: what n tokens read. shape: of a state, float32.
+    decays: [R, H, 1] or [R, H, N], factors; with `rates` [N, C], [R, 1, C]: a number's factor is exp(rate * decay).
+    keys, queries: [R, G, N]. values: [R, H, C], the changes; with `betas` [R, H, 1], a change is that share of the
+    difference between the value and what the key reads.
     """
 
-    shape: tuple[int, ...]
-    updates: tuple[Tensor, ...]
-    queries: tuple[Tensor, ...]
-    update: Callable[..., Tensor]
-    read: Callable[..., Tensor]
+    decays: Tensor
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    betas: Tensor | None = None
+    rates: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.values.shape[1], self.keys.shape[2], self.values.shape[2]
+
+    def inputs(self) -> Tensor:
+        """What changes a state, [R, n]."""
+        return torch.cat([each.flatten(1) for each in self._parts()], 1)
+
+    def update(self, state: Tensor, inputs: Tensor) -> Tensor:
+        """The states [n, H, N, C] after n tokens from those before, and these tokens' inputs."""
+        parts = self._parts()
+        split = inputs.split([each[0].numel() for each in parts], 1)
+        decays, keys, values, *betas = (some.view(-1, *each.shape[1:]) for some, each in zip(split, parts, strict=True))
+        factors = decays.unsqueeze(-1) if self.rates is None else (self.rates * decays.unsqueeze(-2)).exp()
+        keys, changes = self._of_heads(keys).unsqueeze(-1), values.unsqueeze(-2)
+        state = state * factors
+        if betas:
+            changes = (changes - (state * keys).sum(-2, keepdim=True)) * betas[0].unsqueeze(-1)
+        return state.add_(keys * changes)
+
+    def read(self, state: Tensor, queries: Tensor) -> Tensor:
+        """What n tokens read, [n, H, C]."""
+        return (state * self._of_heads(queries).unsqueeze(-1)).sum(-2)
+
+    def _parts(self) -> list[Tensor]:
+        return [self.decays, self.keys, self.values, *([] if self.betas is None else [self.betas])]
+
+    def _of_heads(self, groups: Tensor) -> Tensor:
+        """[n, G, N] → [n, H, N]: heads of a group are adjacent."""
+        repeats = self.values.shape[1] // groups.shape[1]
+        return groups if repeats == 1 else groups.repeat_interleave(repeats, 1)
+
+
+class Convolution(NamedTuple):
+    """Of each channel alone: weight [C, K], bias [C]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: str | None = None
+
+    @property
+    def taps(self) -> int:
+        return self.weight.shape[-1]
+
+    def apply(self, inputs: Tensor, before: Tensor) -> Tensor:
+        """Of inputs [R, C] and those of the tokens before each row, [R, K - 1, C]: [R, C]."""
+        before, weights = before.float(), self.weight.float()
+        out = inputs.float() * weights[:, -1]
+        for tap in range(self.taps - 1):
+            out = out + before[:, tap] * weights[:, tap]
+        if self.bias is not None:
+            out = out + self.bias.float()
+        return self.activated(out.to(inputs.dtype))
+
+    def activated(self, out: Tensor) -> Tensor:
+        from transformers.activations import ACT2FN
+
+        activated: Tensor = out if self.activation is None else ACT2FN[self.activation](out)
+        return activated
 
 
 class StateReader(Protocol):
     """A pass through the states."""
 
-    def window(self, inputs: Tensor, taps: int) -> Tensor:
-        """Of inputs [R, C] those of the `taps` - 1 tokens before each row, [R, taps - 1, C], zeros before the first."""
+    def convolve(self, inputs: Tensor, convolution: Convolution) -> Tensor:
+        """Of inputs [R, C] and those of the tokens before each row, zeros before the first: [R, C]."""
 
     def scan(self, scan: Scan) -> Tensor:
-        """What every row reads, [R, ...]."""
+        """What every row reads, [R, H, C]."""
 
 
 def convolution(
@@ -53,20 +118,7 @@ def convolution(
     **_: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: hidden_states [1, C, R], weight [C, K] → [1, C, R]."""
-    from transformers.activations import ACT2FN
-
-    inputs = hidden_states[0].T.contiguous()
-    taps = weight.shape[-1]
-    before = reader.window(inputs, taps).float()
-    weights = weight.float()
-    out = inputs.float() * weights[:, -1]
-    for tap in range(taps - 1):
-        out = out + before[:, tap] * weights[:, tap]
-    if bias is not None:
-        out = out + bias.float()
-    out = out.to(hidden_states.dtype)
-    if activation is not None:
-        out = ACT2FN[activation](out)
+    out = reader.convolve(hidden_states[0].T.contiguous(), Convolution(weight, bias, activation))
     return out.T.unsqueeze(0)
 
 
@@ -87,20 +139,9 @@ def delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + NORM_EPS) for each in (q, k))
     q = q * q.shape[-1] ** -0.5
-    v, decay = value[0].float(), g[0].float().exp()
-    heads, channels = v.shape[1:]
-    repeats = heads // k.shape[1]
-
-    def update(state: Tensor, decay: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-        k = _repeated(k, repeats).unsqueeze(-1)
-        state = state * decay.view(*decay.shape[:2], -1, 1)
-        change = (v - (state * k).sum(-2)) * beta.unsqueeze(-1)
-        return state.add_(k * change.unsqueeze(-2))
-
-    def read(state: Tensor, q: Tensor) -> Tensor:
-        return (state * _repeated(q, repeats).unsqueeze(-1)).sum(-2)
-
-    scan = Scan((heads, k.shape[-1], channels), (decay, k, v, beta[0].float()), (q,), update, read)
+    decays = g[0].float().exp()
+    decays = decays.unsqueeze(-1) if decays.dim() == 2 else decays
+    scan = Scan(decays, k, value[0].float(), q, betas=beta[0].float().unsqueeze(-1))
     return reader.scan(scan).to(query.dtype).unsqueeze(0), None
 
 
@@ -123,20 +164,9 @@ def mamba2(
     [1, R, G, N] → float32 [1, R, H, C]."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].float()
-    x, b, c = hidden_states[0].float(), B[0].float(), C[0].float()
-    heads, channels = x.shape[1:]
-    repeats = heads // b.shape[1]
-
-    def update(state: Tensor, decay: Tensor, x: Tensor, b: Tensor) -> Tensor:
-        state = state * decay.view(*decay.shape, 1, 1)
-        return state.add_(x.unsqueeze(-1) * _repeated(b, repeats).unsqueeze(-2))
-
-    def read(state: Tensor, c: Tensor) -> Tensor:
-        return (state * _repeated(c, repeats).unsqueeze(-2)).sum(-1)
-
-    decay = (A.float() * dt).exp()
-    scan = Scan((heads, channels, b.shape[-1]), (decay, x * dt.unsqueeze(-1), b), (c,), update, read)
-    out = reader.scan(scan)
+    x = hidden_states[0].float()
+    decays = (A.float() * dt).exp().unsqueeze(-1)
+    out = reader.scan(Scan(decays, B[0].float(), x * dt.unsqueeze(-1), C[0].float()))
     if D is not None:
         out = out + x * D.float().unsqueeze(-1)
     return out.unsqueeze(0)
@@ -160,26 +190,12 @@ def mamba(
     [C] → [1, C, R]."""
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype).unsqueeze(-1)
     dt = F.softplus(dt) if delta_softplus else dt
-    x, dt, b, c = (each[0].T.contiguous().float() for each in (hidden_states, dt, B, C))
-    a = A.float()
-
-    def update(state: Tensor, dt: Tensor, x: Tensor, b: Tensor) -> Tensor:
-        state = state * (a * dt.unsqueeze(-1)).exp()
-        return state.add_((dt * x).unsqueeze(-1) * b.unsqueeze(1))
-
-    def read(state: Tensor, c: Tensor) -> Tensor:
-        return (state * c.unsqueeze(1)).sum(-1)
-
-    out = reader.scan(Scan(tuple(a.shape), (dt, x, b), (c,), update, read))
+    x, dt, b, c = (each[0].T.unsqueeze(1).float() for each in (hidden_states, dt, B, C))  # of one head
+    out = reader.scan(Scan(dt, b, dt * x, c, rates=A.float().T))
     if D is not None:
         out = out + x * D.float()
-    out = out.to(hidden_states.dtype).T.unsqueeze(0)
+    out = out[:, 0].to(hidden_states.dtype).T.unsqueeze(0)
     return out if z is None else out * F.silu(z)
-
-
-def _repeated(groups: Tensor, repeats: int) -> Tensor:
-    """[n, G, N] → [n, H, N]: heads of a group are adjacent."""
-    return groups if repeats == 1 else groups.repeat_interleave(repeats, 1)
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {

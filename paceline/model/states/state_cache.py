@@ -49,18 +49,31 @@ class Level(NamedTuple):
     """Where: into the states."""
 
 
+class TokenOrder(NamedTuple):
+    """The same tokens for native code, each after its parent. A token begins at a state as it was before the pass."""
+
+    parents: Tensor
+    """A token, or ~ the index of the state where a path begins."""
+    sources: Tensor
+    """A row, or ~ the index of kept inputs."""
+    saves: Tensor
+    """[n, 2], by token: a token, and the state that it replaces."""
+
+
 @dataclass(frozen=True, slots=True)
 class StatePass:
     """One pass through the states. All tensors are int64 on the device.
 
-    roots [T]: the states from which paths begin. fresh: those that are zero. windows [R, M]: of each row, the inputs
-    of the M tokens before it, in a convolution's memory; tails [T', M] the same of what comes after `tail_states`.
-    guesses, entries [G]: rows whose inputs are kept, and where.
+    levels, order: the tokens, for torch or for native code; the other one is empty or None. roots [T]: the states from
+    which paths begin. fresh: those that are zero. windows [R, M]: of each row, the inputs of the M tokens before it, in
+    a convolution's memory; tails [T', M] the same of what comes after `tail_states`. guesses, entries [G]: rows whose
+    inputs are kept, and where.
     """
 
     roots: Tensor
     fresh: Tensor
     levels: Sequence[Level]
+    order: TokenOrder | None
     windows: Tensor
     tail_states: Tensor
     tails: Tensor
@@ -81,11 +94,13 @@ class StateCache:
         *,
         snapshots: int = 0,
         interval: int = BLOCK_SIZE,
+        native: bool = False,
     ) -> None:
         """`requests`, `guesses`, `snapshots`: as many states, inputs of guesses, and snapshots are kept. `window`: M,
-        the tokens before its own that the longest convolution reads. `interval`: tokens between snapshots."""
+        the tokens before its own that the longest convolution reads. `interval`: tokens between snapshots.
+        `native`: whether native code computes the passes."""
         self.requests, self.guesses, self.window, self.device = requests, guesses, window, device
-        self.snapshots, self.interval = snapshots, interval
+        self.snapshots, self.interval, self.native = snapshots, interval, native
         self.reruns_accepted = False
         """Whether a request's accepted guesses run once more, as committed tokens. Else its slot table tells them."""
         self._roots: WeakKeyDictionary[SlotTable, int] = WeakKeyDictionary()
@@ -306,6 +321,8 @@ class _Token:
     is_row: bool
     inputs: tuple[int, ...]
     """Of a convolution: its own last, those of the tokens before it first; M + 1."""
+    number: int
+    """In the order of a pass."""
 
 
 @dataclass(slots=True)
@@ -325,6 +342,9 @@ class _Paths:
         self._roots: list[int] = []
         self._fresh: list[int] = []
         self._levels: list[_OpenLevel] = []
+        self._parents: list[int] = []
+        self._sources: list[int] = []
+        self._saves: list[tuple[int, int]] = []
         self._windows: dict[int, tuple[int, ...]] = {}
         self._tails: list[tuple[int, ...]] = []
         self._tail_states: list[int] = []
@@ -361,7 +381,9 @@ class _Paths:
         level = self._levels[depth]
         tokens = level.rows if is_row else level.kept
         tokens.append((len(self._roots) - 1 if parent is None else parent, index))
-        self._here = _Token(depth, len(tokens) - 1, is_row, (*before, own_input))
+        self._parents.append(~self._roots[-1] if parent is None else parent.number)
+        self._sources.append(index if is_row else ~index)
+        self._here = _Token(depth, len(tokens) - 1, is_row, (*before, own_input), len(self._parents) - 1)
         if slot is not None:
             self._by_slot[slot] = self._here
 
@@ -369,6 +391,7 @@ class _Paths:
         """Keep the state after this token there."""
         if self._here is not None:
             self._levels[self._here.level].saved.append((self._here, state))
+            self._saves.append((self._here.number, state))
             self._tails.append(self._here.inputs[1:])
             self._tail_states.append(state)
 
@@ -389,16 +412,22 @@ class _Paths:
     def built(self, guesses: Sequence[int], entries: Sequence[int]) -> StatePass:
         window = self._cache.window
         nothing = (NO_INPUT,) * window
+        levels = [] if self._cache.native else zip(self._levels, [None, *self._levels], strict=False)
         return StatePass(
             self._integers(self._roots),
             self._integers(self._fresh),
-            [self._level(each, above) for each, above in zip(self._levels, [None, *self._levels], strict=False)],
+            [self._level(each, above) for each, above in levels],
+            self._order() if self._cache.native else None,
             self._integers([self._windows.get(r, nothing) for r in range(self._padded)]).view(-1, window),
             self._integers(self._tail_states),
             self._integers(self._tails).view(-1, window),
             self._integers(guesses),
             self._integers(entries),
         )
+
+    def _order(self) -> TokenOrder:
+        saves = self._integers(sorted(self._saves)).view(-1, 2)
+        return TokenOrder(self._integers(self._parents), self._integers(self._sources), saves)
 
     def _level(self, level: _OpenLevel, above: _OpenLevel | None) -> Level:
         def position(token: _Token, of: _OpenLevel) -> int:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.model.rows import GROUP, Row
-from paceline.model.states.recurrences import FUNCTIONS, Scan, StateReader
+from paceline.model.states.native_states import NativeConvolution, native_scan
+from paceline.model.states.recurrences import FUNCTIONS, Convolution, Scan, StateReader
 from paceline.model.states.state_cache import StateCache, StatePass
 
 STATE_COPIES = 3
@@ -65,19 +66,18 @@ class StateShapes:
         self._inputs = self._updates = self._scanned = self._largest = 0
         """Bytes of a token's inputs of convolutions and of updates, and of the states of all scans and the largest."""
 
-    def window(self, inputs: Tensor, taps: int) -> Tensor:
+    def convolve(self, inputs: Tensor, convolution: Convolution) -> Tensor:
         self.calls += 1
-        self.longest = max(self.longest, taps - 1)
+        self.longest = max(self.longest, convolution.taps - 1)
         self._inputs += inputs[0].nbytes
-        return inputs.new_zeros(len(inputs), taps - 1, inputs.shape[-1])
+        return convolution.apply(inputs, inputs.new_zeros(len(inputs), convolution.taps - 1, inputs.shape[-1]))
 
     def scan(self, scan: Scan) -> Tensor:
         self.calls += 1
-        like = scan.updates[0]
         state = 4 * math.prod(scan.shape)
-        self._updates += sum(each[0].nbytes for each in scan.updates)
+        self._updates += scan.inputs()[0].nbytes
         self._scanned, self._largest = self._scanned + state, max(self._largest, state)
-        return scan.read(like.new_zeros(len(like), *scan.shape), *scan.queries)
+        return scan.read(scan.values.new_zeros(len(scan.values), *scan.shape), scan.queries)
 
     def nbytes(self, states: int, guesses: int) -> int:
         """Of so many states, of the inputs of so many guesses, and of a pass' own states where guesses are its rows."""
@@ -109,10 +109,10 @@ class PassReader:
         self._cache, self._pass, self._memories = cache, this, memories
         self._calls = 0
 
-    def window(self, inputs: Tensor, taps: int) -> Tensor:
-        memory = self._memory(lambda: _Inputs(self._cache, inputs))
+    def convolve(self, inputs: Tensor, convolution: Convolution) -> Tensor:
+        memory = self._memory(lambda: _Inputs(self._cache, inputs, convolution))
         assert isinstance(memory, _Inputs)
-        return memory.window(self._pass, inputs, taps)
+        return memory.convolve(self._pass, inputs, convolution)
 
     def scan(self, scan: Scan) -> Tensor:
         memory = self._memory(lambda: _States(self._cache, scan))
@@ -129,16 +129,23 @@ class PassReader:
 class _Inputs:
     """Of a convolution: zeros, the last M inputs of each state, the inputs of guesses, and the rows of this pass."""
 
-    def __init__(self, cache: StateCache, like: Tensor) -> None:
+    def __init__(self, cache: StateCache, like: Tensor, convolution: Convolution) -> None:
         self._cache = cache
-        self._data = like.new_zeros(cache.first_row + GROUP, like.shape[-1])
+        self._native = NativeConvolution(convolution) if cache.native else None
+        self._data = like.new_zeros(cache.first_row + (0 if cache.native else GROUP), like.shape[-1])
 
     @property
     def nbytes(self) -> int:
         return self._data.nbytes
 
-    def window(self, this: StatePass, inputs: Tensor, taps: int) -> Tensor:
+    def convolve(self, this: StatePass, inputs: Tensor, convolution: Convolution) -> Tensor:
         """See `StateReader`."""
+        if self._native is not None:
+            return self._native(self._cache, this, self._data, inputs)
+        return convolution.apply(inputs, self._window(this, inputs, convolution.taps))
+
+    def _window(self, this: StatePass, inputs: Tensor, taps: int) -> Tensor:
+        """The inputs of the `taps` - 1 tokens before each row, [R, taps - 1, C]."""
         cache, rows = self._cache, len(inputs)
         if self._data.shape[0] < cache.first_row + rows:
             kept = self._data[: cache.first_row]
@@ -154,38 +161,34 @@ class _Inputs:
 
 
 class _States:
-    """Of a scan: the states, float32, and the updates of guesses."""
+    """Of a scan: the states, float32, and what changes them of guesses."""
 
     def __init__(self, cache: StateCache, scan: Scan) -> None:
-        self._states = scan.updates[0].new_zeros(cache.states, *scan.shape, dtype=torch.float32)
-        self._kept = [each.new_zeros(cache.guesses, *each.shape[1:]) for each in scan.updates]
+        self._states = scan.values.new_zeros(cache.states, *scan.shape)
+        self._kept = scan.values.new_zeros(cache.guesses, scan.inputs().shape[1])
 
     @property
     def nbytes(self) -> int:
-        return self._states.nbytes + sum(each.nbytes for each in self._kept)
+        return self._states.nbytes + self._kept.nbytes
 
     def scan(self, this: StatePass, scan: Scan) -> Tensor:
         """See `StateReader`."""
         self._states.index_fill_(0, this.fresh, 0.0)
+        inputs = scan.inputs()
+        if this.order is not None:
+            out = native_scan(this.order, scan, self._states, inputs, self._kept)
+        else:
+            out = self._by_levels(this, scan, inputs)
+        self._kept.index_copy_(0, this.entries, inputs.index_select(0, this.guesses))
+        return out
+
+    def _by_levels(self, this: StatePass, scan: Scan, inputs: Tensor) -> Tensor:
         state = self._states.index_select(0, this.roots)
-        out: Tensor | None = None
+        out = torch.zeros_like(scan.values)
         for level in this.levels:
-            state = state.index_select(0, level.parents)
-            state = scan.update(
-                state,
-                *(
-                    torch.cat([kept.index_select(0, level.guesses), update.index_select(0, level.rows)])
-                    for kept, update in zip(self._kept, scan.updates, strict=True)
-                ),
-            )
-            read = scan.read(
-                state[len(level.guesses) :], *(query.index_select(0, level.rows) for query in scan.queries)
-            )
-            if out is None:
-                out = read.new_zeros(len(scan.updates[0]), *read.shape[1:])
+            earlier, now = self._kept.index_select(0, level.guesses), inputs.index_select(0, level.rows)
+            state = scan.update(state.index_select(0, level.parents), torch.cat([earlier, now]))
+            read = scan.read(state[len(level.guesses) :], scan.queries.index_select(0, level.rows))
             out.index_copy_(0, level.rows, read)
             self._states.index_copy_(0, level.saved_states, state.index_select(0, level.saved))
-        for kept, update in zip(self._kept, scan.updates, strict=True):
-            kept.index_copy_(0, this.entries, update.index_select(0, this.guesses))
-        assert out is not None, "a pass has rows"
         return out
