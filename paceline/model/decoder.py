@@ -26,9 +26,10 @@ from paceline.model.gpu.memory import GRAPH_LOGITS
 from paceline.model.gpu.paged_pass import PagedPass
 from paceline.model.gpu.pass_graphs import PassGraphs
 from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
-from paceline.model.layers import Linear, use_chunked_linear
+from paceline.model.layers import Linear, NativeLinear, PassRows, use_chunked_linear, use_pass_rows
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_attention import NativeAttention
+from paceline.model.native.native_library import DTYPES
 from paceline.model.native.native_network import NativeNetwork
 from paceline.model.network_factory import Network, log_once, make_attention, make_network
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
@@ -129,7 +130,7 @@ class LayeredModel(TransformersModel):
 
     def __init__(self, network: Any, info: ModelInfo, heads: Heads, positions: int, sharding: Sharding | None) -> None:
         """Raises ValueError if the logits are not transformers'. A rank's logits are not checked: it has only parts."""
-        self._parameters = inspect.signature(network.forward).parameters
+        self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         tokens = checked_tokens(len(network.get_output_embeddings().weight), positions, info.slots)
         expected = None if sharding is not None else _reference(network, tokens)
         intercept_states(network)
@@ -140,12 +141,14 @@ class LayeredModel(TransformersModel):
             sharding.install_collectives(network)
         self._head: nn.Module = network.get_output_embeddings()
         weight: Any = self._head.weight
+        like: Tensor = weight.new_empty(0)
         self._network = network
-        self._attending, shapes = discover_layers(network, info.layers, heads, weight)
+        with _called_linear(network) as linear:
+            self._attending, shapes = discover_layers(network, info.layers, heads, like)
         if shapes.calls and sharding is not None:
             raise ValueError("its layers keep states, which ranks do not share yet: set tensor_parallel_size to 1")
         self._attention, cache = make_attention(
-            len(self._attending), heads, info.slots, info.max_model_len, weight, info.kv_cache_dtype
+            len(self._attending), heads, info.slots, info.max_model_len, like, info.kv_cache_dtype
         )
         super().__init__(info, cache, network.config.get_text_config(decoder=True))
         self._states: StoredStates | None = None
@@ -163,6 +166,13 @@ class LayeredModel(TransformersModel):
         self._embedding: Any = base.get_input_embeddings()
         self._taps: list[nn.Module] = [self._embedding, *_layers_of(base, self.layers), base]
         self.has_native_attention = isinstance(self._attention, NativeAttention)
+        self.has_native_products = self.has_native_attention and sharding is None
+        if self.has_native_products:
+            del weight
+            while linear:
+                module = linear.pop()
+                if module.weight.dtype in DTYPES:
+                    NativeLinear(module, is_head=module is self._head)
         self._graphs: PassGraphs | None = None
         self._graph_wanted = torch.zeros(GRAPH_LOGITS, dtype=torch.int64, device=self.device)
         if expected is not None:
@@ -222,19 +232,21 @@ class LayeredModel(TransformersModel):
         """Logits [wanted, vocabulary]."""
         this = self._attention(rows)
         reader = None if self._states is None else self._states.reader(rows, len(this.tokens))
-        return self._logits(this, padded_row_indices(wanted, self.device), reader)[: len(wanted)]
+        indices = padded_row_indices(wanted, self.device)
+        layers, head = (len(rows), len(this.tokens)), (len(wanted), len(indices))
+        with use_pass_rows(PassRows(layers, head if self._keeps_logits else layers)):
+            return self._logits(this, indices, reader)[: len(wanted)]
 
     def _logits(self, this: Pass, indices: Tensor, reader: StateReader | None = None) -> Tensor:
         """Logits [n, vocabulary] of rows, int64 [n]."""
-        keeps = "logits_to_keep" in self._parameters
         with use_pass(this, self._attending), use_reader(reader):
             logits: Tensor = self._network(
                 input_ids=this.tokens.long().unsqueeze(0),
                 position_ids=this.positions.long().unsqueeze(0),
                 use_cache=False,
-                **({"logits_to_keep": indices} if keeps else {}),
+                **({"logits_to_keep": indices} if self._keeps_logits else {}),
             ).logits[0]
-        return logits if keeps else logits.index_select(0, indices)
+        return logits if self._keeps_logits else logits.index_select(0, indices)
 
     def embedding(self) -> Tensor:
         """The network's own weight, or a copy where the module does more than look it up, such as scale it."""
@@ -441,6 +453,21 @@ def _layers_of(base: Any, count: int) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise ValueError("it has no list of layers")
     return layers
+
+
+@contextmanager
+def _called_linear(network: nn.Module) -> Iterator[list[nn.Linear]]:
+    """The linear layers that are called within it: the weights of others may be read by their networks."""
+    called: dict[nn.Linear, None] = {}
+    linear = [module for module in network.modules() if type(module) is nn.Linear]
+    modules: list[nn.Linear] = []
+    hooks = [each.register_forward_hook(lambda module, *_: called.setdefault(module)) for each in linear]
+    try:
+        yield modules
+    finally:
+        for hook in hooks:
+            hook.remove()
+        modules += called
 
 
 def _keep(kept: dict[int, Tensor], n: int) -> Any:

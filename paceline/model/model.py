@@ -89,6 +89,8 @@ class TransformersModel(ModelInfo):
     native = False
     """Whether passes are native code. Torch then needs no threads: little work is left to it."""
     has_native_attention = False
+    """Also of states, if it keeps some."""
+    has_native_products = False
 
     def __init__(self, info: ModelInfo, cache: KVCache, config: Any) -> None:
         """`config`: transformers' configuration of the text model, or a GGUF file's."""

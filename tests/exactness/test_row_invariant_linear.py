@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,13 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import EngineConfig
 from paceline.model import layers
-from paceline.model.layers import Linear, chunked_product, use_chunked_linear
+from paceline.model.layers import Linear, NativeLinear, PassRows, chunked_product, use_chunked_linear, use_pass_rows
 from paceline.model.loading import build
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.row_probe import is_row_invariant
+from tests.exactness.architectures import tiny
 from tests.exactness.test_rows import network
 
 ROWS = 256
+needs_native = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
 
 @pytest.fixture(params=[(512, 256), (1536, 512), (4096, 1024)], ids=str)
@@ -83,6 +86,32 @@ def test_a_layers_input_may_have_more_dimensions(rows: int) -> None:
     use_chunked_linear(module)
     assert module(x).shape == expected.shape
     torch.testing.assert_close(module(x), expected, atol=2e-2, rtol=2e-2)
+
+
+@needs_native
+def test_native_layers_multiply_no_padding() -> None:
+    module = nn.Linear(64, 32).to(torch.bfloat16)
+    x = torch.randn(1, 16, 64).to(torch.bfloat16)
+    expected = module(x)
+    NativeLinear(module)
+    whole = module(x)
+    torch.testing.assert_close(whole, expected, atol=2e-2, rtol=2e-2)
+    with use_pass_rows(PassRows(layers=(9, 16), head=(3, 8))):
+        assert torch.equal(module(x), torch.cat([whole[:, :9], torch.zeros(1, 7, 32, dtype=torch.bfloat16)], 1))
+        for others in (x[0], x.view(2, 8, 64), x[:, :15]):  # of experts, of heads, of the output matrix
+            assert torch.equal(module(others).flatten(), whole.flatten()[: others.numel() // 2])
+
+
+@needs_native
+def test_a_native_layer_keeps_no_numbers_unless_its_network_reads_them() -> None:
+    """Mamba's step sizes are a product by the weight of a layer that nobody calls."""
+    for architecture in ("gemma2", "mamba"):
+        made = tiny(architecture)
+        build(made, architecture, EngineConfig(slots=512, max_model_len=128), "", [])
+        linear = {name: each for name, each in made.named_modules() if isinstance(each, nn.Linear)}
+        read = {name for name, each in linear.items() if not each.weight.is_meta}
+        assert read == {name for name in linear if name.endswith("dt_proj")}
+        assert made.get_output_embeddings().weight.shape == made.get_input_embeddings().weight.shape
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -1824,11 +1824,18 @@ MUTANTS = (
         NATIVE_STATES,
     ),
     Mutant(
-        "native: inputs before a state are taken from guesses that have replaced them",
+        "native: accepted tokens are left out of a convolution",
         "paceline/model/native/states.hpp",
-        "std::copy_n(&tails[i * width], width, memory(",
-        "std::copy_n(input(spec_.tails[i]) + begin, width, memory(",
+        "std::copy_n(input(spec_.tails[i]) + begin",
+        "std::copy_n(input(spec_.windows[i]) + begin",
         NATIVE_STATES,
+    ),
+    Mutant(
+        "native: a layer multiplies as many rows as the output matrix",
+        "paceline/model/layers.py",
+        "count, padded = this.head if self._is_head else this.layers",
+        "count, padded = this.head[0], this.layers[1]",
+        ROWS,
     ),
     Mutant(
         "a kernel takes the feature of another node's parent",

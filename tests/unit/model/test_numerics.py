@@ -81,9 +81,9 @@ def test_the_line_of_torch_s_operators_has_cpu_and_threads(folder: Path, monkeyp
 
 
 @needs_native
-def test_the_line_has_native_attention_and_torch_s_operators() -> None:
+def test_the_line_has_what_is_native_beside_torch_s_operators() -> None:
     line = build(network("olmo2", torch.float32), "olmo2", CONFIG, "", []).numerics
-    assert line.startswith(f"torch operators, native attention {native_description()}, threads=")
+    assert line.startswith(f"torch operators, native attention and products {native_description()}, threads=")
 
 
 def test_the_line_has_what_attends(monkeypatch: pytest.MonkeyPatch) -> None:
