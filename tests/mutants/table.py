@@ -50,6 +50,7 @@ QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.p
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
 MIXED_BITS = ("field/test_mixed_bits.py",)
 PACKED_HEADS = ("exactness/test_packed_heads.py",)
+LIBRARY_HEADS = ("speculators_library/test_guesses.py",)
 DEQUANTISED = ("unit/gguf/test_gguf_names.py", "unit/gguf/test_gguf_config.py")
 SCHEDULER = ("unit/engine/test_scheduler.py", "unit/engine/test_slot_pool.py", "unit/engine/test_engine.py")
 CODEC = ("unit/wire/test_node_codec.py", "contract/test_frames.py")
@@ -1616,6 +1617,13 @@ MUTANTS = (
         "self.on_cancel()",
         "pass",
         ("contract/test_background.py",),
+    ),
+    Mutant(
+        "layers of a head that slide see all positions",
+        "paceline/drafting/heads/llama_head.py",
+        "                window=window,\n",
+        "",
+        LIBRARY_HEADS,
     ),
     Mutant(
         "a graph of a draft is replayed with old positions",

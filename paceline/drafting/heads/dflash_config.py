@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.drafting.heads.head_config import is_speculators_format, mask_token, require_layers
+from paceline.drafting.heads.head_config import is_speculators_format, mask_token, require_layers, windows
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.target_weights import TargetWeights
 
@@ -46,21 +46,20 @@ class DFlashConfig:
     def of(cls, checkpoint: Checkpoint, target: TargetWeights, decoder: Any, rows: int | None) -> DFlashConfig:
         """`decoder`: the configuration of the draft's layers. `rows`: of the embedding that has the mask token; None:
         the mask has an embedding of its own. Raises `CheckpointError` for an unsupported variant or another target."""
-        types = getattr(decoder, "layer_types", None) or ["full_attention"] * int(decoder.num_hidden_layers)
-        sliding = [kind == "sliding_attention" and bool(decoder.sliding_window) for kind in types]
+        sizes = windows(decoder)
         # Original drafts set one flag for all layers. The library trains sliding layers as causal by default.
         config = checkpoint.config
         all_causal = config.get("is_causal", _dflash_section(config).get("causal"))
         if all_causal is None:
-            causal = [each and not config.get("sliding_window_non_causal", False) for each in sliding]
+            causal = [size > 0 and not config.get("sliding_window_non_causal", False) for size in sizes]
         else:
-            causal = [bool(all_causal)] * len(sliding)
+            causal = [bool(all_causal)] * len(sizes)
         return cls(
             configured_layers(checkpoint, target),
             _block(checkpoint),
             mask_token(checkpoint, {**config, **_dflash_section(config)}, MASK_KEYS, rows),
             _first_offset(checkpoint),
-            [int(decoder.sliding_window) if each else 0 for each in sliding],
+            sizes,
             causal,
         )
 

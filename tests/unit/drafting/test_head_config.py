@@ -17,6 +17,7 @@ from paceline import family
 from paceline.drafting.heads.head_config import PlainDecoder, head_config, head_rotary
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from tests.helpers.checkpoints import change_config
+from tests.helpers.head_checkpoints import llama_config, save_head
 
 HEADS = ("pydoc-eagle", "pydoc-eagle3", *family.PUBLISHED_HEADS.values())
 
@@ -60,6 +61,20 @@ def test_transformers_reads_all_others(changes: dict[str, object], tmp_path: Pat
             head_config(Checkpoint(tmp_path))
     else:
         assert not isinstance(head_config(Checkpoint(tmp_path)), PlainDecoder)
+
+
+@pytest.mark.parametrize(
+    ("types", "complaint"),
+    [
+        (["sliding_attention"] * 2, "describes no decoder: .*layer_types"),
+        (["chunked_attention"], "has layers of type 'chunked_attention', which cannot be run yet"),
+    ],
+)
+def test_layers_of_another_number_or_kind_are_refused(types: list[str], complaint: str, tmp_path: Path) -> None:
+    config = llama_config(layer_types=types, sliding_window=64)
+    checkpoint = Checkpoint(save_head(tmp_path, {"fc.weight": torch.zeros(1)}, config))
+    with pytest.raises(CheckpointError, match=complaint):
+        head_config(checkpoint)
 
 
 def test_a_head_in_the_targets_process_takes_no_transformers() -> None:
