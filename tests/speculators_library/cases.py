@@ -73,6 +73,9 @@ CASES = {
     ),
     "dspark, no Markov head": Case("dspark", BLOCKS | {"markov_rank": 0, "confidence_head_with_markov": False}),
     "xpress": Case("xpress", BLOCKS | {"xpress_rank": 6}),
+    "xpress, sliding, from the anchor": Case(
+        "xpress", BLOCKS | {"xpress_rank": 6, "sample_from_anchor": True}, full=(), reduced=True
+    ),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import METHODS, EngineConfig, SpeculativeConfig
+from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator, complete_config
 from paceline.drafting.speculator import Context, Speculator
 from paceline.model.loading import build
@@ -18,7 +18,6 @@ from tests.speculators_library.recorded import read, save_recorded, target_netwo
 from tests.unit.drafting.drafted import DraftedRequest
 
 RECORDED = read()
-SERVED = [name for name, case in CASES.items() if case.kind in METHODS]
 WIDTH = 3
 
 
@@ -39,13 +38,13 @@ def test_every_case_is_recorded() -> None:
     assert RECORDED["heads"].keys() == CASES.keys()
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", CASES)
 def test_the_method_is_the_packages(name: str, target: TargetWeights, tmp_path: Path) -> None:
     assert head(name, target, tmp_path)[0].method == CASES[name].kind
 
 
 @pytest.mark.parametrize("length", cases.PROMPTS)
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", CASES)
 def test_guesses_are_the_packages(name: str, length: int, target: TargetWeights, tmp_path: Path) -> None:
     """Along the likeliest path, and along the one that begins with the second token."""
     _, speculator = head(name, target, tmp_path, tree_width=WIDTH, least_path_probability=0)
