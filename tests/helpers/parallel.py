@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.drafting.best_first import ModelNetwork
 from paceline.drafting.block import BlockRequest, Blocks, MaskTokens
 from paceline.drafting.methods.dflash import DFlashNetwork
+from paceline.drafting.methods.dspark import MarkovHead
 from paceline.drafting.methods.eagle3 import Eagle3Network
 from paceline.drafting.methods.peagle import mask_tokens
 from paceline.drafting.network_speculator import NetworkSpeculator
@@ -160,6 +161,10 @@ def drafting_for(target: Model, method: str, folder: Path, ahead: int = 4, width
         return pard_draft(target, ahead, width)
     if method == "dflash":
         blocks = DFlashNetwork(save(folder, DFLASH, dflash_tensors()), weights(), target.slots)
+        return NetworkSpeculator(Blocks(blocks, limits))
+    if method == "dspark":
+        checkpoint = save(folder, DSPARK, dspark_tensors())
+        blocks = DFlashNetwork(checkpoint, weights(), target.slots, None, method, MarkovHead)
         return NetworkSpeculator(Blocks(blocks, limits))
     checkpoint = save(folder, PEAGLE, peagle_tensors())
     network = Eagle3Network(checkpoint, weights(), target.slots, method="peagle")

@@ -51,6 +51,7 @@ PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
 MIXED_BITS = ("field/test_mixed_bits.py",)
 PACKED_HEADS = ("exactness/test_packed_heads.py",)
 LIBRARY_HEADS = ("speculators_library/test_guesses.py",)
+BLOCKS = ("unit/drafting/test_draft_guesses.py",)
 DEQUANTISED = ("unit/gguf/test_gguf_names.py", "unit/gguf/test_gguf_config.py")
 SCHEDULER = ("unit/engine/test_scheduler.py", "unit/engine/test_slot_pool.py", "unit/engine/test_engine.py")
 CODEC = ("unit/wire/test_node_codec.py", "contract/test_frames.py")
@@ -1624,6 +1625,62 @@ MUTANTS = (
         "                window=window,\n",
         "",
         LIBRARY_HEADS,
+    ),
+    Mutant(
+        "layers of a block that slide see later positions",
+        "paceline/drafting/heads/dflash_config.py",
+        'size > 0 and not config.get("sliding_window_non_causal", False)',
+        "False",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "DSpark blocks whose configuration says nothing begin after the anchor",
+        "paceline/drafting/heads/dflash_config.py",
+        'default = relative_of(checkpoint) == "dspark"',
+        "default = False",
+        ("unit/drafting/test_corrected_blocks.py",),
+    ),
+    Mutant(
+        "a block's convolution sees later positions",
+        "paceline/drafting/heads/block_convolution.py",
+        "F.pad(blocks, (0, 0, 0, 0, tap, 0))[:, : self._block]",
+        "F.pad(blocks, (0, 0, 0, 0, 0, tap))[:, tap:]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "candidates are chosen by the root, whatever was guessed",
+        "paceline/drafting/methods/dflash2.py",
+        "path[-1] if path else block.tokens[-1]",
+        "block.tokens[-1]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a recurrent Markov head keeps what its gate forgets",
+        "paceline/drafting/methods/dspark.py",
+        "torch.lerp(torch.tanh(candidate), s, torch.sigmoid(gate))",
+        "torch.lerp(s, torch.tanh(candidate), torch.sigmoid(gate))",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a refiner mixes positions by the transposed matrix",
+        "paceline/drafting/methods/xpress.py",
+        "self._mix[:, position, : position + 1]",
+        "self._mix[:, : position + 1, position]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "what follows a path is kept when the root moves",
+        "paceline/drafting/block.py",
+        "        self.ranked.clear()\n",
+        "",
+        BLOCKS,
+    ),
+    Mutant(
+        "draws along a path are predicted with the noise after the root",
+        "paceline/drafting/block.py",
+        "self.request.tree.position + 1 + len(path)",
+        "self.request.tree.position + 1",
+        BLOCKS,
     ),
     Mutant(
         "a graph of a draft is replayed with old positions",

@@ -13,7 +13,7 @@ Keys and values of c depend only on the target's states and are kept; those of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -230,7 +230,11 @@ def matches(checkpoint: Checkpoint) -> bool:
 
 
 def complete(config: SpeculativeConfig, checkpoint: Checkpoint) -> SpeculativeConfig:
-    """The configuration with as many draft tokens as a block has, unless the user sets their number."""
-    if "num_speculative_tokens" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"num_speculative_tokens": min(tokens_per_pass(checkpoint), MAX_DEPTH)})
+    """The configuration with as many draft tokens as a block has, unless the user sets their number; and with `dflash2`
+    for a checkpoint of that method, which vLLM and SGLang call `dflash`, too."""
+    update: dict[str, Any] = {}
+    if config.method == "dflash" and relative_of(checkpoint) == "dflash2":
+        update["method"] = "dflash2"
+    if "num_speculative_tokens" not in config.model_fields_set:
+        update["num_speculative_tokens"] = min(tokens_per_pass(checkpoint), MAX_DEPTH)
+    return config.model_copy(update=update)

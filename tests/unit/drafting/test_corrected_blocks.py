@@ -141,6 +141,14 @@ def test_a_draft_is_as_long_as_its_block(
     assert len(request.grow()) == tokens
 
 
+def test_dflash2_is_also_called_dflash(tmp_path: Path) -> None:
+    """By vLLM and SGLang."""
+    folder = save(tmp_path, DFLASH2, dflash2_tensors()).folder
+    assert complete_config(SpeculativeConfig(method="dflash", model=str(folder))).method == "dflash2"
+    folder = save(tmp_path, DSPARK, dspark_tensors()).folder
+    assert complete_config(SpeculativeConfig(method="dflash", model=str(folder))).method == "dflash"
+
+
 def test_a_token_that_is_no_candidate_is_not_guessed(tmp_path: Path) -> None:
     folder = save(tmp_path, {**DFLASH2, "selector_top_k": 3}, dflash2_tensors()).folder
     request = Feeding(build_head(folder, "dflash2", tree_width=CANDIDATES), NETWORK, prompt_of(9), depth=2)
