@@ -1629,7 +1629,7 @@ MUTANTS = (
     Mutant(
         "layers of a block that slide see later positions",
         "paceline/drafting/heads/dflash_config.py",
-        'size > 0 and not config.get("sliding_window_non_causal", False)',
+        'size > 0 and not config.get("sliding_window_non_causal", default)',
         "False",
         LIBRARY_HEADS,
     ),

@@ -56,11 +56,13 @@ class DFlashConfig:
         the mask has an embedding of its own. Raises `CheckpointError` for another method or target, or an unsupported
         variant."""
         sizes = windows(decoder)
-        # Original drafts set one flag for all layers. The library trains sliding layers as causal by default.
+        # Original drafts set one flag for all layers. The library trains sliding layers as causal by default, but those
+        # of DFlash2.
         config = checkpoint.config
         all_causal = config.get("is_causal", _dflash_section(config).get("causal"))
         if all_causal is None:
-            causal = [size > 0 and not config.get("sliding_window_non_causal", False) for size in sizes]
+            default = config.get("speculators_model_type") == "dflash2"
+            causal = [size > 0 and not config.get("sliding_window_non_causal", default) for size in sizes]
         else:
             causal = [bool(all_causal)] * len(sizes)
         return cls(
@@ -141,7 +143,7 @@ def _refuse_unsupported(checkpoint: Checkpoint, method: str) -> None:
     variant = next((key for key, neutral in NEUTRAL.items() if section.get(key, neutral) != neutral), None)
     if variant is None and config.get("is_neox_style") is False:
         variant = "is_neox_style"
-    if variant is None and config.get("logit_scale", 1.0) != 1.0:
+    if variant is None and (config.get("logit_scale") or 1.0) != 1.0:
         variant = "logit_scale"
     if variant is None and (checkpoint.find("g_proj.weight") or checkpoint.find("aux_hidden_norms.0.weight")):
         variant = "g_proj"

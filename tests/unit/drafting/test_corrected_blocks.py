@@ -49,6 +49,10 @@ REDUCED, IDS = reduced_vocabulary(3)
 ANCHOR, AFTER = {"sample_from_anchor": True}, {"sample_from_anchor": False}
 LIBRARY_KEYS = ("speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids", "draft_vocab_size")
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SLIDING = DFLASH2["transformer_layer_config"] | {
+    "layer_types": ["sliding_attention", "full_attention"],
+    **{"sliding_window": 6, "use_sliding_window": True},
+}
 BASE_KERNEL = "layers.0.mlp_conv.base_kernel"
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
@@ -89,6 +93,9 @@ VARIANTS = {
     "dflash2, three taps": dflash2({**DFLASH2, "conv_kernel_size": 3}, dflash2_tensors(3)),
     "dflash2, one tap and one group": dflash2(DFLASH2, dflash2_tensors(1, HIDDEN)),
     "dflash2, from the anchor": dflash2(DFLASH2 | ANCHOR, dflash2_tensors(), first=0),
+    "dflash2, sliding": dflash2(
+        DFLASH2 | {"transformer_layer_config": SLIDING}, dflash2_tensors(), seen={0: (6, False)}
+    ),
     "dflash2, original": dflash2(original(DFLASH2, *SELECTOR), dflash2_tensors()),
     "dspark, gated": of_kind("gated"),
     "dspark, recurrent": of_kind("rnn"),
