@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from paceline.gguf.gguf_config import GgufSettings
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
+from paceline.model.decoder import is_llama_kind
 from paceline.model.device_memory import device_memory, gigabytes
 from paceline.model.gguf_model import packed_config
 from paceline.model.gpu import memory as gpu_memory
@@ -147,10 +148,8 @@ def _outlined(model: str, engine: EngineConfig) -> tuple[TargetWeights, WorkerMe
             return _as_target(packed, dtype, model, engine), packed_memory(resolve_model(model), packed, engine)
         network: Any = outline(model, engine)
         config, dtype = network.config.get_text_config(decoder=True), next(network.parameters()).dtype
-        need = model_memory(network, engine)
-        if (weights := packed_weight_bytes(Path(resolve_model(model)), network, engine)) is not None:
-            need = replace(need, weights=weights)
-        return _as_target(config, dtype, model, engine), need
+        weights = packed_weight_bytes(Path(resolve_model(model)), network, engine)
+        return _as_target(config, dtype, model, engine), model_memory(network, engine, weights)
     except Exception:  # code of any architecture may fail in any way; loading it says what is wrong
         log.debug("%s has no outline", model, exc_info=True)
         return None
@@ -168,8 +167,8 @@ def _as_target(config: Any, dtype: torch.dtype, model: str, engine: EngineConfig
     return TargetWeights(_unread, _unread, folder, config, dtype, device, int(config.vocab_size), length, "")
 
 
-def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
-    """Of an outlined model's process, or of each rank."""
+def model_memory(network: Any, engine: EngineConfig, packed: int | None = None) -> WorkerMemory:
+    """Of an outlined model's process, or of each rank. `packed`: bytes of its weights if they stay packed."""
     config = network.config.get_text_config(decoder=True)
     heads, size, dtype = Heads.of(config), engine.tensor_parallel_size, next(network.parameters()).dtype
     if size > 1:
@@ -177,7 +176,10 @@ def model_memory(network: Any, engine: EngineConfig) -> WorkerMemory:
 
         heads = heads_per_rank(heads, network.tp_plan or {}, size)
     weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
-    return _with_cache(weights, config, heads, dtype, engine)
+    # As `make_model` decides. Ranks capture no graphs of transformers' forward.
+    by_transformers = packed is None and size == 1 and not is_llama_kind(network.config)
+    weights = weights if packed is None else packed
+    return _with_cache(weights, config, heads, dtype, engine, graphs_have_logits=by_transformers)
 
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
@@ -188,10 +190,19 @@ def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> Work
     return _with_cache(weights, config, heads, dtype, engine)
 
 
-def _with_cache(weights: int, config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> WorkerMemory:
+def _with_cache(
+    weights: int,
+    config: Any,
+    heads: Heads,
+    dtype: torch.dtype,
+    engine: EngineConfig,
+    *,
+    graphs_have_logits: bool = False,
+) -> WorkerMemory:
     layers = int(config.num_hidden_layers)
     slot = KVCache.bytes_per_slot(layers, heads, dtype, head_width(heads), engine.kv_cache_dtype)
-    return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
+    activations = _activations(config, heads, dtype, engine, graphs_have_logits=graphs_have_logits)
+    return WorkerMemory(weights, activations, slot)
 
 
 def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype, device: torch.device) -> int:
@@ -202,7 +213,9 @@ def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype, device: torch.device) 
     return math.prod(tensor.shape) * dtype.itemsize
 
 
-def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig) -> int:
+def _activations(
+    config: Any, heads: Heads, dtype: torch.dtype, engine: EngineConfig, *, graphs_have_logits: bool = False
+) -> int:
     """Of the largest pass: logits, and a layer's products; on a GPU all that `PassMemory` counts."""
     rows, vocabulary, hidden = engine.max_num_batched_rows, int(config.vocab_size), int(config.hidden_size)
     inner, device = _inner_size(config), torch.device(engine.device)
@@ -218,6 +231,7 @@ def _activations(config: Any, heads: Heads, dtype: torch.dtype, engine: EngineCo
         inner=inner,
         heads=heads,
         dtype=dtype,
+        vocabulary=vocabulary if graphs_have_logits else 0,
     )
     logits = rows * vocabulary * gpu_memory.LOGIT_COPIES * 4
     return logits + largest.total(by_kernel=gpu_memory.kernel_attends(heads, device))

@@ -9,7 +9,6 @@ per second, of the time of the graphs and of the time between two drafts, both a
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 from paceline.core.noise import position_key
 from paceline.core.tree import ROOT
 from paceline.drafting.best_first import BestFirst, BestFirstRequest
-from paceline.drafting.draft_graph import DraftGraph, DraftShape, Draws, GraphedNetwork
+from paceline.drafting.draft_graph import DraftGraph, DraftShape, Draws
 from paceline.drafting.draw_prediction import MAX_ROWS, draw_params
 from paceline.drafting.network_speculator import DraftCache, WayToGrow, round_robin, tree_width
 from paceline.model.gpu.device_passes import DevicePasses
@@ -103,13 +102,12 @@ class GraphedDrafts:
     def __init__(
         self,
         best_first: BestFirst,
-        network: GraphedNetwork,
         passes: DevicePasses,
         draws: Draws,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`network`: that of `best_first`. Nothing takes back a committed token."""
-        self._best_first, self._graphed_network, self._passes, self._draws = best_first, network, passes, draws
+        """`passes`: of the network of `best_first`, a `GraphedNetwork`. Nothing takes back a committed token."""
+        self._best_first, self._passes, self._draws = best_first, passes, draws
         self.network, self.limits = best_first.network, best_first.limits
         self.computed = False
         self._children = tree_width(self.network, self.limits)
@@ -191,6 +189,7 @@ class GraphedDrafts:
 
     def _graph(self, shape: DraftShape) -> DraftGraph:
         width = min(WIDTH, MAX_ROWS // shape.requests) if self._children > 1 else max(1, GROUP // shape.requests)
+        network: Any = self.network
         layers = self.network.description.hidden_state_layers
         states = None
         if layers:
@@ -198,7 +197,7 @@ class GraphedDrafts:
             states = torch.zeros(
                 shape.rows, len(layers), self.network.state_size, dtype=cache.dtype, device=cache.device
             )
-        return DraftGraph(self._graphed_network, self._passes, self._draws, shape, width, self._children, states)
+        return DraftGraph(network, self._passes, self._draws, shape, width, self._children, states)
 
     def _load(self, graph: DraftGraph, requests: Sequence[BestFirstRequest], free: Iterator[int]) -> None:
         """Fill the graph's inputs. The missing tokens count as computed from now on. `free`: slots for the nodes, which
@@ -288,20 +287,21 @@ def fastest_way(best_first: BestFirst) -> WayToGrow[BestFirstRequest]:
     passes: DevicePasses | None = getattr(network, "device_passes", None)
     if passes is None:
         return best_first
-    return GraphedDrafts(best_first, network, passes, draw_kernels())
+    return GraphedDrafts(best_first, passes, draw_kernels())
 
 
 def draw_kernels() -> Draws:
     """Imported where there is a GPU: torch's builds for a CPU come without Triton."""
-    kernels: Draws = importlib.import_module("paceline.drafting.draw_kernels")
+    from paceline.drafting import draw_kernels as kernels
+
     return kernels
 
 
 def _is_due(request: BestFirstRequest) -> bool:
     """Whether children of its root are wanted, and everything is there that they take."""
-    chained = not request.sampled and not request.history.has_logits_rules
+    predicted = not request.sampled and not request.history.has_logits_rules
     wanted = request.opening.max_nodes and request.nodes_left and request.wanted == request.missing
-    return bool(chained and wanted and 0 < request.missing == request.computable <= ROWS[-1])
+    return bool(predicted and wanted and 0 < request.missing == request.computable <= ROWS[-1])
 
 
 def _levels_below(request: BestFirstRequest) -> int:

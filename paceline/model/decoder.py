@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from paceline.model.attention import ATTENTION, Heads, Pass, use_pass
 from paceline.model.gpu.device_passes import DevicePasses
+from paceline.model.gpu.memory import GRAPH_LOGITS
 from paceline.model.gpu.paged_pass import PagedPass
 from paceline.model.gpu.pass_graphs import PassGraphs
 from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
@@ -50,9 +51,6 @@ ROUNDING_SHARE = 3.0
 with the number of layers."""
 MOST_TOLERANCE = 0.4
 """Whatever transformers' own difference is: its second way may not know a model's attention."""
-
-GRAPH_LOGITS = 64
-"""Rows whose logits a graph of transformers' forward computes."""
 
 RunLogits = Callable[[Sequence[Row], Sequence[int]], Tensor]
 """Logits of the wanted rows of a pass."""

@@ -191,7 +191,9 @@ class TorchNetwork:
             x = look_up(this.tokens, self._embedding)
         else:
             assert states is not None
-            x, joined = self._fuse(this.tokens, self._embedding, pad_rows(states).contiguous(), self._between)
+            x, joined = self._fuse(
+                this.tokens, self._embedding, pad_rows(states, len(this.tokens)).contiguous(), self._between
+            )
         # A kernel reads rotary tables by itself.
         cos_sin = None if isinstance(this, PagedPass) else self._rotary(this.positions)
         outputs, added = [], None
@@ -310,9 +312,10 @@ def _row_parallel_linear(weight: Matrix, bias: Tensor | None, sums: AllReduce | 
     return lambda x: sums(part(x)) if bias is None else sums(part(x)) + bias
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """[rows, n], padded with zero rows to a multiple of GROUP."""
-    return x if len(x) % GROUP == 0 else F.pad(x, (0, 0, 0, -len(x) % GROUP))
+def pad_rows(x: Tensor, rows: int | None = None) -> Tensor:
+    """[R, n], padded with zero rows to so many; None: to a multiple of GROUP."""
+    missing = -len(x) % GROUP if rows is None else rows - len(x)
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def use_whole_sums(device: torch.device) -> None:

@@ -19,7 +19,7 @@ from paceline.model.native.native_library import NativeLibrary
 from paceline.model.rows import GROUP
 from paceline.model.torch_attention import TorchAttention
 from tests.helpers import device_draws, gpu_kernels
-from tests.helpers.gpu_kernels import capture
+from tests.helpers.gpu_kernels import use_stand_ins
 
 
 @dataclass
@@ -71,12 +71,15 @@ def use_torch(patch: pytest.MonkeyPatch) -> None:
 
 def use_device_passes(patch: pytest.MonkeyPatch, *, recorded: bool = False) -> None:
     """For networks that are made meanwhile, on a CPU. `recorded`: a graph repeats the operators of its first run on the
-    same memory; else every run is Python's, and checks its passes."""
+    same memory, also of passes from the host, which share slot tables with it; else every run is Python's, and checks
+    its passes."""
     use_torch(patch)
-    kind, how = (DevicePasses, capture) if recorded else (CheckedPasses, run_again)
+    patch.setattr(graphed_drafts, "draw_kernels", lambda: device_draws)
+    if recorded:
+        use_stand_ins(patch)
+        return
 
     def device_passes(attention: TorchAttention) -> DevicePasses:
-        return kind(attention.cache, gpu_kernels, attention.tables, how)
+        return CheckedPasses(attention.cache, gpu_kernels, attention.tables, run_again)
 
-    patch.setattr(graphed_drafts, "draw_kernels", lambda: device_draws)
     patch.setattr(TorchAttention, "device_passes", device_passes)

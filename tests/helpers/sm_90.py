@@ -29,11 +29,13 @@ class Launch(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """`shared`: bytes of shared memory. `spills`: bytes of registers. `products`: instructions for products."""
+    """`shared`: bytes of shared memory. `spills`: bytes of registers. `products`: instructions for products. `fuses`:
+    whether a float32 product and a sum are one operation, or the assembler may make them one."""
 
     shared: int
     spills: int
     products: frozenset[str]
+    fuses: bool
 
 
 class RecordedKernel:
@@ -81,4 +83,5 @@ def compiled(launch: Launch, folder: Path) -> Compiled:
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", report))
     products = frozenset(re.findall(r"(?:wgmma\.mma_async|mma\.sync)[\w.:]*", code))
-    return Compiled(made.metadata.shared, spills, products)
+    fuses = re.search(r"\b(?:fma\.rn|mul|add|sub)\.f32\b", code) is not None  # without a rounding it may be fused
+    return Compiled(made.metadata.shared, spills, products, fuses)

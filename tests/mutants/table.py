@@ -545,6 +545,13 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(
+        "a model of several ranks is asynchronous like the part of one",
+        "paceline/model/tensor_parallel_model.py",
+        "        self.asynchronous = False  # `run` waits for the other ranks\n",
+        "",
+        RANKS,
+    ),
+    Mutant(
         "nccl's watchdog ends a process that waits for a late rank",
         "paceline/model/parallel/tensor_parallel_group.py",
         'os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"',
@@ -601,7 +608,14 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
-        "a chain's plan leaves out requests that end before the last level",
+        "Triton: products and sums of attention are fused",
+        "paceline/model/gpu/attention_kernels.py",
+        'EXACT = {"enable_fp_fusion": False}',
+        'EXACT = {"enable_fp_fusion": True}',
+        TRITON,
+    ),
+    Mutant(
+        "the plan of a draft's levels leaves out requests that end before the last level",
         "paceline/drafting/draft_graph.py",
         'inputs["level_seen"].amax(0)',
         'inputs["level_seen"][-1]',
@@ -627,6 +641,27 @@ MUTANTS = (
         " and sum(len(row.branch) for row in rows) <= self._counts[-1]",
         "",
         GPU_PASSES,
+    ),
+    Mutant(
+        "a pass without a graph has a number of rows that is not probed",
+        "paceline/model/gpu/paged_pass.py",
+        "next((size for size in GRAPH_ROWS if size >= len(rows)), -(-len(rows) // GROUP) * GROUP)",
+        "-(-len(rows) // GROUP) * GROUP",
+        GPU_PASSES,
+    ),
+    Mutant(
+        "slot tables on a GPU are as long as the rotary tables",
+        "paceline/model/decoder.py",
+        "positions=info.max_model_len,",
+        "positions=positions,",
+        GPU_PASSES,
+    ),
+    Mutant(
+        "the logits that graphs of transformers' forward keep are not planned",
+        "paceline/model/gpu/memory.py",
+        " + self.kept_logits",
+        "",
+        ("unit/test_memory_plan.py",),
     ),
     Mutant(
         "arguments of attention that are not known are swallowed",
@@ -697,6 +732,13 @@ MUTANTS = (
         "= (False, False)",
         "= (False, True)",
         PROBE,
+    ),
+    Mutant(
+        "a GPU's products beside packed ones may be split",
+        "paceline/model/packed_model.py",
+        "        use_whole_sums(device)\n",
+        "",
+        PACKED_PRODUCTS,
     ),
     # Native code: the same questions, and what threads and memory may do.
     Mutant(
@@ -776,6 +818,20 @@ MUTANTS = (
         "{name: plane[:, rows if name == 'codes' else slice(rows.stop - rows.start)] for name, plane in "
         "self.planes.items()}",
         PACKED_PRODUCTS,
+    ),
+    Mutant(
+        "GPU: attention beside packed products is not compared",
+        "paceline/model/packed_model.py",
+        "check = partial(check_attention, tokens, by_torch)",
+        "check = lambda _: None",
+        PACKED_PRODUCTS,
+    ),
+    Mutant(
+        "GPU: numerics do not say how packed formats are read",
+        "paceline/model/packed_model.py",
+        "file_digest(packed_formats.__file__, packed_products.__file__)",
+        "file_digest(packed_products.__file__)",
+        ("unit/model/test_numerics.py",),
     ),
     Mutant(
         "native: a block is worth the scale of the other block of its unit",
@@ -1690,6 +1746,20 @@ MUTANTS = (
         GRAPHED_DRAFTS,
     ),
     Mutant(
+        "a head's features have fewer rows than a pass that is padded as a graph",
+        "paceline/model/layers.py",
+        "pad_rows(states, len(this.tokens))",
+        "pad_rows(states)",
+        ("unit/drafting/test_mtp.py",),
+    ),
+    Mutant(
+        "features of a layer that transformers runs have fewer rows than the pass",
+        "paceline/drafting/methods/mtp.py",
+        "pad_rows(features, len(this.tokens))",
+        "pad_rows(features)",
+        ("unit/drafting/test_mtp.py",),
+    ),
+    Mutant(
         "a draft's graph does not write what is new in slot tables",
         "paceline/drafting/draft_graph.py",
         'self._passes.kernels.write_tables(tables, inputs["writes"])',
@@ -1709,6 +1779,20 @@ MUTANTS = (
         'inputs["keys"][level]',
         'inputs["keys"][0]',
         GRAPHED_DRAFTS,
+    ),
+    Mutant(
+        "a comment in a stream of events is taken for an event",
+        "loadtests/received_stream.py",
+        'if not line or line.startswith(":"):',
+        "if not line:",
+        ("unit/lab/test_loadtests.py",),
+    ),
+    Mutant(
+        "a step of the GPU's benchmark does not hear an interrupt that its parent ignores",
+        "paceline_lab/bench/gpu_run.py",
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)",
+        "pass",
+        ("unit/lab/test_gpu_bench.py",),
     ),
     Mutant(
         "a kernel takes the slots of another node's path",

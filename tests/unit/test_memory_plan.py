@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,22 @@ from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.llm import LLM
 from paceline.memory_plan import WorkerMemory, draft_memory, model_memory, plan_memory
-from paceline.model import device_memory, load, network_factory
+from paceline.model import device_memory, load, network_factory, torch_attention
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
 from paceline.model.gpu import memory as gpu_memory
 from paceline.model.gpu.memory import MOST_TABLES, PassMemory
-from paceline.model.loading import outline
+from paceline.model.gpu.pass_graphs import Outputs
+from paceline.model.loading import build, outline
 from paceline.model.model import TransformersModel
 from paceline.model.target_weights import load_target_weights
+from tests.exactness.test_rows import network
 from tests.helpers.checkpoints import change_config, save_checkpoint, save_tokenizer
+from tests.helpers.device_passes import use_torch
 from tests.helpers.gguf_files import tiny_config, write_gguf
+from tests.helpers.gpu_kernels import use_stand_ins
 from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head
 from tests.helpers.head_checkpoints import save_target as save_small_target
+from tests.helpers.live_storages import LiveStorages
 
 GIB = 2**30
 NONE = SpeculativeConfig()
@@ -269,6 +276,54 @@ def test_copies_that_torch_makes_are_planned_where_torch_attends(target: Path, m
     monkeypatch.delenv("PACELINE_ATTENTION")
     monkeypatch.setattr(gpu_memory, "triton_compiles", lambda: False)
     assert activations(500) - activations(100) == 400 * scores
+
+
+def capture_outputs(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """Keeps a pass' outputs alone, as CUDA graphs that share their temporary memory do."""
+    outputs = run()
+
+    @torch.inference_mode()
+    def replay() -> None:
+        for kept, new in zip(outputs, run(), strict=True):
+            kept.copy_(new)
+
+    return replay, outputs
+
+
+def kept_by_graphs(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that a model holds more with graphs than without."""
+    held = []
+    for graphs in ("1", "0"):
+        monkeypatch.setenv("PACELINE_CUDA_GRAPHS", graphs)
+        made = network("olmo2", torch.float32, vocab_size=vocabulary)
+        with LiveStorages("cpu") as live:
+            model = build(made, "olmo2", EngineConfig(slots=512), "", [])
+            gc.collect()
+            held.append(live.bytes)
+        assert ("CUDA graphs" in model.cache.attention_name) == (graphs == "1")
+    return held[0] - held[1]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_logits_that_graphs_of_transformers_forward_keep_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what graphs of Llama layers keep. Ranks and packed weights have no such graphs."""
+
+    few, many = 512, 1024
+
+    def growth(kind: str, ranks: int = 1, packed: int | None = None) -> int:
+        """Of the plan, from few tokens to many."""
+        engine = EngineConfig(device="cuda", tensor_parallel_size=ranks)
+        networks = [network(kind, torch.float32, vocab_size=vocabulary) for vocabulary in (many, few)]
+        large, small = (model_memory(each, engine, packed).activations for each in networks)
+        return large - small
+
+    use_torch(monkeypatch)
+    use_stand_ins(monkeypatch)
+    monkeypatch.setattr(torch_attention, "CudaCapture", lambda device: capture_outputs)
+    kept = kept_by_graphs(many, monkeypatch) - kept_by_graphs(few, monkeypatch)
+    assert growth("olmo2") - growth("llama") == kept > 0
+    assert growth("olmo2", ranks=2) == growth("llama", ranks=2)
+    assert growth("olmo2", packed=1) == growth("llama")
 
 
 def head_need(folder: Path, engine: EngineConfig, speculation: SpeculativeConfig, **where: bool) -> WorkerMemory:

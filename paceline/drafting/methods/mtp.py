@@ -155,7 +155,7 @@ class TransformersHead(HeadNetwork):
         with use_pass(this):
             y = self._layer(
                 embedded,
-                pad_rows(features).unsqueeze(0),
+                pad_rows(features, len(this.tokens)).unsqueeze(0),
                 position_embeddings=self._rotary(embedded, positions),
                 attention_mask=None,
                 position_ids=positions,

@@ -25,6 +25,8 @@ TRITON = "triton"
 LARGEST_HEAD = 256
 GRAPH_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows of the CUDA graphs."""
+GRAPH_LOGITS = 64
+"""Rows whose logits a graph of transformers' forward computes."""
 MOST_TABLES = 512
 """Requests whose slot tables the device holds, of a pass: a draft's has up to 256 rows of prompts and 256 of nodes."""
 MOST_ITEMS = 256
@@ -64,13 +66,15 @@ class PassMemory:
     """Of an MLP."""
     heads: Heads
     dtype: torch.dtype
+    vocabulary: int = 0
+    """Of the logits that graphs compute; 0: they compute none."""
 
     def total(self, *, by_kernel: bool) -> int:
-        """Beside logits. `by_kernel`: whether a kernel attends."""
+        """Beside the logits of the largest pass. `by_kernel`: whether a kernel attends."""
         if not by_kernel:
             return self.rotary_tables + self.outputs(self.rows) + self.torch_attention
         eager = self.outputs(self.rows) if self.rows > GRAPH_ROWS[-1] else 0
-        graphs = self.kept_outputs(sum(GRAPH_ROWS)) + self.products(GRAPH_ROWS[-1])
+        graphs = self.kept_outputs(sum(GRAPH_ROWS)) + self.kept_logits + self.products(GRAPH_ROWS[-1])
         return self.rotary_tables + graphs + eager + self.slot_tables + self.partial_results
 
     @property
@@ -84,6 +88,11 @@ class PassMemory:
     def kept_outputs(self, rows: int) -> int:
         """Of the embedding, of each layer and of the final norm: each graph has its own."""
         return rows * (self.layers + 2) * self.hidden * self.dtype.itemsize
+
+    @property
+    def kept_logits(self) -> int:
+        """Each graph has its own, whatever its number of rows."""
+        return len(GRAPH_ROWS) * GRAPH_LOGITS * self.vocabulary * self.dtype.itemsize
 
     def products(self, rows: int) -> int:
         """Of one layer."""

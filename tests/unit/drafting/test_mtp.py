@@ -19,6 +19,8 @@ from paceline.model.checkpoint import Checkpoint
 from paceline.model.rows import SlotTable
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.device_passes import use_torch
+from tests.helpers.gpu_kernels import use_stand_ins
 from tests.helpers.head_checkpoints import read_tensors
 from tests.helpers.mtp_checkpoints import (
     CONFIGS,
@@ -91,6 +93,24 @@ def test_a_layer_has_its_targets_dtype_except_the_routers_correction(tmp_path: P
     table.slots = [1]
     output = ours.run([table.row(1, 0)], torch.zeros(1, SIZE, dtype=torch.bfloat16), [0])
     assert (output.logits.dtype, output.features.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_next", "deepseek_v3"])
+def test_a_gpu_pads_whole_groups_further(family: str, tmp_path: Path) -> None:
+    """40 rows to 48, so that products have a number of rows that is probed; features, too."""
+    tensors, outputs = layer_tensors(family), []
+    torch.manual_seed(1)
+    features = torch.randn(40, SIZE)
+    for use in (use_torch, use_stand_ins):
+        with pytest.MonkeyPatch.context() as patch:
+            use_torch(patch)
+            use(patch)
+            ours = network(tmp_path / use.__name__, family, tensors)
+        table = SlotTable(range(1, 41))
+        with torch.inference_mode():
+            outputs.append(ours.run([table.row(n % VOCABULARY, n) for n in range(40)], features, range(40)))
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(outputs[1].features, outputs[0].features, rtol=0, atol=1e-4)
 
 
 def test_the_targets_configuration_is_not_changed(tmp_path: Path) -> None:

@@ -177,6 +177,17 @@ class TestOrder:
         assert steps.count("round") > 2
         assert not any(steps[number : number + 2] == ["read", "round"] for number in range(len(steps)))
 
+    def test_a_draft_in_this_process_runs_beside_a_prompt_once_all_is_delivered(self) -> None:
+        events: list[str] = []
+        target = engine(Accelerator(events), Rounds(events))
+        for request in (generation_request("a", output=30), generation_request("b", 200, output=3)):
+            target.submit(request)
+            for _ in range(3):
+                target.overlapped_step(lambda deltas: events.append(f"deliver {len(deltas)}"))
+        rounds = [number for number, event in enumerate(events) if event == "round"]
+        assert any(events[number - 1] == "deliver 1" and events[number + 1] == "run" for number in rounds)
+        assert not any(events[number - 1] == "read" for number in rounds[1:])
+
     def test_a_request_that_starts_between_the_halves_is_in_the_next_pass(self) -> None:
         events: list[str] = []
         target = engine(Accelerator(events), NoDraftClient())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -271,6 +272,17 @@ def test_an_interrupted_step_may_say_what_it_has(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu_run, "GRACE_S", 60.0)
     ended = run_step(python(INTERRUPTED).command, 8.0)
     assert (ended["killed"], ended["exit_code"], ended["figures"]) == (True, 0, {"a": 1, "b": 2})
+
+
+def test_a_step_hears_an_interrupt_that_its_parent_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `nohup`, or in the background of a shell."""
+    monkeypatch.setattr(gpu_run, "GRACE_S", 60.0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ended = run_step(python(INTERRUPTED).command, 8.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ended["exit_code"], ended["figures"]) == (0, {"a": 1, "b": 2})
 
 
 def test_a_goal_is_beside_its_figure() -> None:

@@ -81,6 +81,12 @@ def test_a_chunk_may_hold_several_tokens() -> None:
     assert (record.verifications, record.drafted, record.accepted) == (2, 5, 3)
 
 
+def test_comments_between_events_are_skipped() -> None:
+    first, *others = events(chunk(7), END)
+    stream = parse_events([first, (11.5, b": ping\n\n"), *others])
+    assert (stream.tokens, stream.last_id, stream.complete, stream.error) == ([7], "r:2", True, "")
+
+
 @pytest.mark.parametrize(
     ("chunks", "lost", "changed", "fault"),
     [

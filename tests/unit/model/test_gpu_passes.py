@@ -121,6 +121,14 @@ def test_rows_are_padded_to_the_next_graph(cache: KVCache) -> None:
     assert len(sizes) == len(GRAPH_ROWS), "a replay calls no Python"
 
 
+def test_a_pass_without_a_graph_has_the_rows_of_one(cache: KVCache) -> None:
+    """Products are probed with these numbers of rows. Longer passes have whole groups."""
+    tables = DeviceTables(MOST_TABLES, 9, CPU)
+    for count, size in ((1, 8), (9, 16), (33, 48), (65, 96), (129, 192), (256, 256), (257, 264)):
+        rows = [SlotTable([n + 1]).row(n, 0) for n in range(count)]
+        assert len(PassInput.of(tables, gpu_kernels, rows, cache.padding_slot).tokens) == size
+
+
 def test_branches_that_are_too_long_for_a_small_graph_take_a_larger_one(cache: KVCache) -> None:
     graphs = PassGraphs(lambda this: [this.tokens], cache, gpu_kernels, DeviceTables(2, 9, CPU), capture)
     table, branch = SlotTable([1, 2]), range(3, 3 + 100)
@@ -291,6 +299,18 @@ def test_transformers_forward_is_captured_where_that_computes_the_same(
     everything = model.run(rows, range(90)).logits
     forwards.assert_called_once()  # a graph computes fewer logits
     torch.testing.assert_close(everything[30:], output.logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_slot_tables_are_as_long_as_the_longest_request(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has 256 positions, and rotary tables of them all."""
+    use_stand_ins(monkeypatch)
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    monkeypatch.setattr(NativeLibrary, "_instance", None)
+    made = Mock(wraps=DeviceTables)
+    monkeypatch.setattr(torch_attention, "DeviceTables", made)
+    build(network(kind, torch.float32), kind, EngineConfig(slots=512, max_model_len=100), "", [])
+    made.assert_called_once_with(MOST_TABLES, 100, CPU)
 
 
 def test_graphs_of_ranks_have_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:

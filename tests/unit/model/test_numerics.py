@@ -27,6 +27,7 @@ from paceline.model.loading import build
 from paceline.model.native.build import native_description
 from paceline.model.native.native_library import NativeLibrary
 from paceline.model.numerics import numerics_of, quantization_of
+from paceline.model.packed_model import product_numerics
 from paceline.model.torch_attention import source_digest
 from paceline.v1 import target_pb2
 from paceline.wire.target_codec import decode_target_description, encode_target_description
@@ -101,6 +102,25 @@ def test_the_hash_of_kernels_follows_their_source(tmp_path: Path, monkeypatch: p
         (tmp_path / f"{name}.py").write_text(f"SPLIT = {split}\n\n\ndef attend(): ...\n\n\nadd_norm = attend\n")
         digests.append(source_digest(importlib.import_module(name)))
     assert digests[0] == digests[2] != digests[1]
+
+
+def test_the_line_of_packed_products_follows_the_source_of_their_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from paceline.model.gpu import packed_formats, packed_products
+
+    gpu = torch.device("cuda")
+    parts = [product_numerics(gpu)]
+    for module in (packed_formats, packed_products):
+        changed = tmp_path / "changed.py"
+        changed.write_text(f"{Path(module.__file__).read_text()}\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "__file__", str(changed))
+            parts.append(product_numerics(gpu))
+    assert len(set(parts)) == 3
+    assert product_numerics(gpu) == parts[0]
+    assert product_numerics(torch.device("cpu")) == ""
 
 
 class Cublas:

@@ -11,23 +11,31 @@ import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_file import BLOCK_TYPES, GgufFile
 from paceline.memory_plan import packed_memory
-from paceline.model import loading
+from paceline.model import loading, packed_model, torch_attention
 from paceline.model.gguf_model import load_packed, packed_config
+from paceline.model.gpu.memory import MOST_TABLES
 from paceline.model.gpu.packed_matrix import PackedMatrix, packed_row_bytes
+from paceline.model.gpu.paths import DeviceTables
 from paceline.model.layer_weights import QuantizedWeight
 from paceline.model.native.native_library import NativeLibrary
+from paceline.model.packed_checkpoint import load_packed_checkpoint
 from paceline.model.packed_integers import INT4
-from paceline.model.packed_model import PackedModel
+from paceline.model.packed_model import PackedModel, check_attention
 from tests.exactness.quantized_weights import PACKED_TYPES, numbers_of, random_weight
-from tests.helpers.gguf_files import tiny_config, write_gguf
+from tests.helpers import gpu_kernels
+from tests.helpers.checkpoints import save_tokenizer
+from tests.helpers.gguf_files import BASE, tiny_config, write_gguf
+from tests.helpers.gpu_kernels import use_stand_ins
 from tests.helpers.live_storages import LiveStorages
 from tests.helpers.sm_90 import MOST_SHARED, Launch, RecordedKernel, compiled
 
@@ -177,7 +185,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedModel, "_by_native_code", place)
     monkeypatch.setattr(PackedModel, "native", False, raising=False)
     monkeypatch.setattr(PackedMatrix, "product", lambda *given: partial(_nothing, given))
-    monkeypatch.setattr("paceline.model.packed_model.check_attention", lambda *_: None)
+    monkeypatch.setattr(packed_model, "check_attention", lambda *_: None)
 
 
 def _nothing(kept_alive: object, x: torch.Tensor) -> torch.Tensor:
@@ -208,6 +216,65 @@ def test_a_model_takes_the_memory_of_its_file(
     assert config is not None
     planned = packed_memory(str(path), config, on_gpu).weights
     assert abs(planned - held) < 50_000
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    write_gguf(path := tmp_path / "model.gguf", tiny_config("llama"), "Q8_0")
+    return str(path)
+
+
+def loaded(path: str) -> PackedModel:
+    model = load_packed(path, path, EngineConfig(slots=256, dtype="float32"))
+    assert model is not None
+    return model
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_split_sums_are_switched_off_before_the_first_pass(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(packed_model, "use_whole_sums", calls.append)
+    monkeypatch.setattr(packed_model, "check_attention", lambda *_: calls.append("pass"))
+    loaded(file)
+    assert calls == [CPU, "pass"]
+
+
+@pytest.fixture
+def by_numbers(as_on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and attention by torch's operators, from what the packed matrices mean. Attention is checked."""
+
+    def place(weights: list[Any], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [
+            torch.from_numpy(np.array(numbers_of(each))) if isinstance(each, QuantizedWeight) else each.to(dtype)
+            for each in weights
+        ]
+
+    monkeypatch.setattr(packed_model, "on_device", place)
+    monkeypatch.setattr(packed_model, "check_attention", check_attention)
+    use_stand_ins(monkeypatch)
+
+
+@pytest.mark.parametrize("off", [1.0, 1.5])
+@pytest.mark.usefixtures("by_numbers")
+def test_kernels_that_attend_wrong_beside_packed_weights_are_left_out(
+    off: float, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = gpu_kernels.attend
+    monkeypatch.setattr(gpu_kernels, "attend", lambda *given, **options: off * right(*given, **options))
+    assert bool(loaded(file).cache.attention_name) == (off == 1.0)
+
+
+@pytest.mark.usefixtures("by_numbers")
+def test_slot_tables_beside_packed_weights_are_as_long_as_the_longest_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's model has rotary tables of all its 256 positions."""
+    AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(BASE["vocab_size"]))
+    tables = Mock(wraps=DeviceTables)
+    monkeypatch.setattr(torch_attention, "DeviceTables", tables)
+    load_packed_checkpoint(str(tmp_path), EngineConfig(slots=256, quantization="q8_0", max_model_len=100))
+    tables.assert_called_once_with(MOST_TABLES, 100, CPU)
 
 
 @pytest.mark.gpu

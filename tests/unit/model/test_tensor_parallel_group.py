@@ -68,6 +68,7 @@ class Shard:
     """A rank's part of a model. A pass is started, no more."""
 
     numerics = name = "shard"
+    asynchronous = True
     passes = 0
 
     def __getattr__(self, name: str) -> int:
@@ -107,6 +108,13 @@ def test_a_rank_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert nccl.now >= before + TIMEOUT_S - 5, "outputs are read afterwards"
     model._group.shutdown()
     assert nccl.calls == ["others ended", "destroyed"]
+
+
+def test_a_pass_that_is_waited_for_is_not_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a rank's own pass is: `Engine.overlapped_step` has nothing to hide a delivery behind."""
+    model = shared(Nccl(0.0, monkeypatch))
+    assert not model.asynchronous
+    model._group.shutdown()
 
 
 def test_other_ranks_do_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:

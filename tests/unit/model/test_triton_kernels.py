@@ -35,10 +35,10 @@ def cases() -> dict[str, list[dict[str, Any]]]:
 
 def test_kernels_compute_what_torchs_operators_do() -> None:
     assert {kind: len(found) for kind, found in cases().items()} == {
-        **{"attention": 4, "chains": 3, "layers": 5},
+        **{"attention": 4, "drafts": 3, "layers": 5},
         "refused": 4,
     }
-    for case in [*cases()["attention"], *cases()["chains"], *cases()["layers"]]:
+    for case in [*cases()["attention"], *cases()["drafts"], *cases()["layers"]]:
         assert case["error"] < 1e-5, case
 
 
@@ -46,9 +46,9 @@ def test_a_row_attends_alike_alone_in_other_company_and_by_one_program() -> None
     assert [case["case"] for case in cases()["attention"] if not case["same"]] == []
 
 
-def test_a_node_of_a_chain_attends_as_in_a_pass_of_its_own() -> None:
+def test_a_node_of_a_draft_attends_as_in_a_pass_of_its_own() -> None:
     """By one plan for all levels."""
-    assert [case["case"] for case in cases()["chains"] if not case["same"]] == []
+    assert [case["case"] for case in cases()["drafts"] if not case["same"]] == []
 
 
 def test_rows_that_are_apart_in_memory_are_refused() -> None:
@@ -93,6 +93,12 @@ def test_an_h100_runs_them_without_spills(launches: dict[str, list[Launch]], tmp
             assert each.shared < MOST_SHARED / 2, name  # two programs share a multiprocessor
         assert made[0].products == made[1].products, f"{name}: sums depend on the number of rows"
         assert bool(made[0].products) == (name == "_attend")
+
+
+def test_attention_rounds_each_product_and_each_sum(launches: dict[str, list[Launch]], tmp_path: Path) -> None:
+    """Powers of two are one instruction, which is none of both."""
+    for name in ("_attend", "_merge"):
+        assert not any(compiled(each, tmp_path).fuses for each in launches[name]), name
 
 
 def test_attention_is_two_kernels_and_each_other_step_one(launches: dict[str, list[Launch]]) -> None:

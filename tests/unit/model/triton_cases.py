@@ -46,8 +46,8 @@ def main() -> None:
     interpreter.np = SimpleNamespace(**{**vars(np), "matmul": summed_in_order})
     cases: list[tuple[int, int, dict[str, Any]]] = [(16, 3, {}), (48, 12, {"sinks": True}), (16, 1, {"window": 100})]
     attended = [attention(*case) for case in [*cases, (16, 2, {"softcap": 0.7})]]
-    chained = [chain(*case) for case in ((1, 8), (8, 1), (3, 8))]
-    print(json.dumps({"attention": attended, "chains": chained, "layers": layer_cases(), "refused": refused()}))
+    drafted = [draft_levels(*case) for case in ((1, 8), (8, 1), (3, 8))]
+    print(json.dumps({"attention": attended, "drafts": drafted, "layers": layer_cases(), "refused": refused()}))
 
 
 def layer_cases() -> list[dict[str, Any]]:
@@ -94,17 +94,17 @@ def long_rows() -> list[Row]:
     return [*(whole.row(1, row.position) for row in guesses), *guesses[:3], sibling, *guesses[3:]]
 
 
-CHAIN_LENGTHS = (SPLIT + TILE - 1, TILE - 2, SPLIT - 1, 1, 2 * SPLIT + TILE - 2, TILE, SPLIT + 1, 3 * TILE - 2)
+DRAFT_LENGTHS = (SPLIT + TILE - 1, TILE - 2, SPLIT - 1, 1, 2 * SPLIT + TILE - 2, TILE, SPLIT + 1, 3 * TILE - 2)
 """Committed positions of requests whose nodes cross borders of tiles and of splits, or are next to them."""
-CHAIN_LEVELS = (3, 4, 2, 0, 4, 4, 1, 4)
+DRAFT_LEVELS = (3, 4, 2, 0, 4, 4, 1, 4)
 """Levels of these requests: the others' rows see nothing."""
 
 
-def chain(requests: int, width: int) -> dict[str, Any]:
-    """The largest error of the levels of a chain graph that share a plan; and whether each node is the same alone."""
+def draft_levels(requests: int, width: int) -> dict[str, Any]:
+    """The largest error of the levels of a draft that share a plan; and whether each node is the same alone."""
     depth, size, generator = 5, 16, random.Random(requests)
-    lengths, levels = CHAIN_LENGTHS[:requests], CHAIN_LEVELS[:requests]
-    tables = torch.zeros(requests + 1, max(CHAIN_LENGTHS) + depth, dtype=torch.int32)
+    lengths, levels = DRAFT_LENGTHS[:requests], DRAFT_LEVELS[:requests]
+    tables = torch.zeros(requests + 1, max(DRAFT_LENGTHS) + depth, dtype=torch.int32)
     paths = [generator.sample(range(1, SLOTS + 1), length) for length in lengths]
     for table, path in zip(tables, paths, strict=False):
         table[: len(path)] = torch.tensor(path)
