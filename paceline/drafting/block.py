@@ -33,24 +33,25 @@ from paceline.model.rows import Row
 
 Path = tuple[int, ...]
 """Tokens below the root."""
+NO_STATES = torch.empty(0)
 
 
-class Block(NamedTuple):
+class DraftBlock(NamedTuple):
     """What a root's pass gives."""
 
     logits: Tensor
     """[distributions, columns]"""
-    states: Tensor | None = None
+    states: Tensor = NO_STATES
     """[positions, h] of the whole block, for a `PathScorer`."""
     tokens: Sequence[int] = ()
     """The token before the root and the root, for a `PathScorer`; the root twice if it is a request's first token."""
 
 
-PathScorer = Callable[[Sequence[Block], Sequence[Path]], Tensor]
+PathScorer = Callable[[Sequence[DraftBlock], Sequence[Path]], Tensor]
 """Logits [n, columns] of what follows n paths of one length, each in its block."""
 
 
-def unchanged_logits(blocks: Sequence[Block], paths: Sequence[Path]) -> Tensor:
+def logits_of_pass(blocks: Sequence[DraftBlock], paths: Sequence[Path]) -> Tensor:
     """The `PathScorer` of a network whose distributions do not depend on the path."""
     return torch.stack([block.logits[len(path)] for block, path in zip(blocks, paths, strict=True)])
 
@@ -64,7 +65,7 @@ class BlockRequest(NetworkRequest):
 
     distributions: Sequence[RankedTokens] | None = None
     """Of the tokens after the root, by depth."""
-    block: Block | None = None
+    block: DraftBlock | None = None
     ranked: dict[Path, RankedTokens] = field(default_factory=dict)
     """What follows a path of `block`, as far as it was asked for."""
     may_grow: bool = False
@@ -112,7 +113,7 @@ class BlockNetwork(DraftNetwork, Protocol):
     scorer: PathScorer | None
     """None: the distributions do not depend on the path."""
 
-    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[Block]:
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[DraftBlock]:
         """The wanted distributions of each request. `free`: scratch slots, from the end."""
 
 
@@ -130,11 +131,11 @@ class MaskTokens:
         self.tokens_per_pass, self.scratch_slots = tokens_per_pass, tokens_per_pass - 1
         self._network, self._mask, self._feature = network, mask, feature
 
-    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[Block]:
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[DraftBlock]:
         features = None if self._feature is None else self._features(self._feature, context, requested)
         rows, wanted = self._rows(context, requested, free)
         logits = self._network.run(rows, features, wanted).logits
-        return [Block(part) for part in logits.split([count for _, count in requested])] if requested else []
+        return [DraftBlock(part) for part in logits.split([count for _, count in requested])] if requested else []
 
     def _rows(
         self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]
@@ -183,11 +184,11 @@ class Blocks:
         self.computed = bool(context or requested)
         if self.computed:
             self._set_distributions(requested, self.network.run(context, requested, pool.free))
-        growing = {key: request for key, request in pool.requests.items() if request.may_grow}
-        beams = {key: Beam(request, request.block) for key, request in growing.items() if request.block is not None}
+        requests = {key: request for key, request in pool.requests.items() if request.may_grow}
+        beams = {key: Beam(request, request.block) for key, request in requests.items() if request.block is not None}
         self._descend(list(beams.values()))
         new = {key: beam.add_nodes() for key, beam in beams.items()}
-        for key, request in growing.items():
+        for key, request in requests.items():
             if request.distributions is not None:
                 new[key] = self._add_nodes(request, request.distributions)
             request.may_grow = request.distributions is None and request.block is None
@@ -204,12 +205,13 @@ class Blocks:
         count = network.tokens_per_pass
         return [(each, count if network.sees_paths else min(each.depth_limit, count)) for each in requests]
 
-    def _set_distributions(self, requested: RequestedPasses, blocks: Sequence[Block]) -> None:
+    def _set_distributions(self, requested: RequestedPasses, blocks: Sequence[DraftBlock]) -> None:
         alike = []
         for (request, count), block in zip(requested, blocks, strict=True):
             request.refresh()
             if self.network.scorer or (self.network.sees_paths and request.history.has_logits_rules):
-                request.block = Block(block.logits.clone(), *block[1:])  # a view would keep those of all requests alive
+                # Views would keep the tensors of all requests alive.
+                request.block = DraftBlock(block.logits.clone(), block.states.clone(), block.tokens)
             else:
                 alike.append((request, count, block.logits))
         if not alike:
@@ -227,7 +229,7 @@ class Blocks:
 
     def _descend(self, beams: Sequence[Beam]) -> None:
         """All beams at once, level by level."""
-        score = self.network.scorer or unchanged_logits
+        score = self.network.scorer or logits_of_pass
         while beams := [beam for beam in beams if beam.level]:
             unknown = [(beam, path) for beam in beams for _, path in beam.level if path not in beam.request.ranked]
             for start in range(0, len(unknown), MAX_ROWS):
@@ -248,7 +250,7 @@ class Beam:
     among the likeliest `nodes_left` of every level.
     """
 
-    def __init__(self, request: BlockRequest, block: Block) -> None:
+    def __init__(self, request: BlockRequest, block: DraftBlock) -> None:
         self.request, self.block = request, block
         tree = request.tree
         self._nodes = {tuple(tree.path_tokens(node)): node for node in (ROOT, *tree.nodes())}

@@ -30,6 +30,8 @@ class Shape:
     """Positions are divided by this."""
     frequencies: Tensor | None = None
     """[head size / 2]: instead of those of `theta`."""
+    window: int = 0
+    """Positions that a row sees, its own included; 0: all."""
 
 
 LLAMA = Shape()
@@ -56,8 +58,9 @@ def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
-def causal(rows: int) -> Tensor:
-    return torch.ones(rows, rows, dtype=torch.bool).tril()
+def causal(rows: int, window: int = 0) -> Tensor:
+    seen = torch.ones(rows, rows, dtype=torch.bool).tril()
+    return seen.triu(1 - window) if window else seen
 
 
 def projected(x: Tensor, tensors: Tensors, name: str, heads: int, eps: float = LLAMA.eps) -> Tensor:
@@ -68,11 +71,11 @@ def projected(x: Tensor, tensors: Tensors, name: str, heads: int, eps: float = L
 
 
 def self_attention(x: Tensor, tensors: Tensors, name: str, shape: Shape) -> Tensor:
-    """Every row over itself and those before."""
+    """Every row over itself and those before, as far as the window goes."""
     positions = torch.arange(len(x))
     query = rotated(projected(x, tensors, f"{name}.q", shape.heads, shape.eps), positions, shape)
     key = rotated(projected(x, tensors, f"{name}.k", shape.kv_heads, shape.eps), positions, shape)
-    out = attended(query, key, projected(x, tensors, f"{name}.v", shape.kv_heads), causal(len(x)))
+    out = attended(query, key, projected(x, tensors, f"{name}.v", shape.kv_heads), causal(len(x), shape.window))
     return out @ tensors[f"{name}.o_proj.weight"].T + tensors.get(f"{name}.o_proj.bias", ZERO)
 
 

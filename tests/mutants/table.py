@@ -52,6 +52,7 @@ MIXED_BITS = ("field/test_mixed_bits.py",)
 PACKED_HEADS = ("exactness/test_packed_heads.py",)
 LIBRARY_HEADS = ("speculators_library/test_guesses.py",)
 BLOCKS = ("unit/drafting/test_draft_guesses.py",)
+CORRECTED_BLOCKS = ("unit/drafting/test_corrected_blocks.py",)
 DEQUANTISED = ("unit/gguf/test_gguf_names.py", "unit/gguf/test_gguf_config.py")
 SCHEDULER = ("unit/engine/test_scheduler.py", "unit/engine/test_slot_pool.py", "unit/engine/test_engine.py")
 CODEC = ("unit/wire/test_node_codec.py", "contract/test_frames.py")
@@ -1685,8 +1686,22 @@ MUTANTS = (
     Mutant(
         "layers of a block that slide see later positions",
         "paceline/drafting/heads/dflash_config.py",
-        'size > 0 and not config.get("sliding_window_non_causal", default)',
+        "size > 0 and not non_causal",
         "False",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "DFlash2 layers that slide are causal if the configuration says nothing",
+        "paceline/drafting/heads/dflash_config.py",
+        'method == "dflash2"',
+        "False",
+        CORRECTED_BLOCKS,
+    ),
+    Mutant(
+        "a block sees one position more than its window",
+        "paceline/drafting/methods/dflash.py",
+        "path[-self._window :]",
+        "path[-self._window - bool(self._window) :]",
         LIBRARY_HEADS,
     ),
     Mutant(
@@ -1694,7 +1709,7 @@ MUTANTS = (
         "paceline/drafting/heads/dflash_config.py",
         'default = relative_of(checkpoint) == "dspark"',
         "default = False",
-        ("unit/drafting/test_corrected_blocks.py",),
+        CORRECTED_BLOCKS,
     ),
     Mutant(
         "a block's convolution sees later positions",
@@ -1711,6 +1726,27 @@ MUTANTS = (
         LIBRARY_HEADS,
     ),
     Mutant(
+        "tokens that are no candidates are guessed",
+        "paceline/drafting/methods/dflash2.py",
+        "min(self._count, logits.shape[-1])",
+        "logits.shape[-1]",
+        CORRECTED_BLOCKS,
+    ),
+    Mutant(
+        "of a block after the anchor the anchor comes before one position",
+        "paceline/drafting/methods/dspark.py",
+        "[[block.tokens[-1]] * (1 + self._first) + [*path]",
+        "[[*block.tokens[1 - self._first :], *path]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a Markov head's gate reads the guess before the state",
+        "paceline/drafting/methods/dspark.py",
+        "torch.cat((h, e), -1)",
+        "torch.cat((e, h), -1)",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
         "a recurrent Markov head keeps what its gate forgets",
         "paceline/drafting/methods/dspark.py",
         "torch.lerp(torch.tanh(candidate), s, torch.sigmoid(gate))",
@@ -1723,6 +1759,34 @@ MUTANTS = (
         "self._mix[:, position, : position + 1]",
         "self._mix[:, : position + 1, position]",
         LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a refiner's mean leaves the root's position out",
+        "paceline/drafting/methods/xpress.py",
+        "self._mean(states.mean(1))",
+        "self._mean(states[:, 1:].mean(1))",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a refiner does not know the token before the root",
+        "paceline/drafting/methods/xpress.py",
+        "*block.tokens[1 - self._first :], *path",
+        "*[block.tokens[-1]] * (1 + self._first), *path",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "paths below nodes that survived are not looked at",
+        "paceline/drafting/block.py",
+        "for path, node in self._nodes.items()\n            if len(path) == length and",
+        "for path, node in self._nodes.items()\n            if len(path) < 0 and",
+        BLOCKS,
+    ),
+    Mutant(
+        "paths of all requests are scored in the first one's block",
+        "paceline/drafting/block.py",
+        "score([beam.block for beam, _ in asked],",
+        "score([asked[0][0].block] * len(asked),",
+        BLOCKS,
     ),
     Mutant(
         "what follows a path is kept when the root moves",

@@ -94,7 +94,7 @@ def load(folder: Path) -> Any:
     config.transformer_layer_config._attn_implementation = "eager"
     model: Any = SpeculatorModel.from_pretrained(folder, config=config).eval()
     if config.speculators_model_type == "xpress":
-        # Not in the file, so what `from_pretrained` leaves there is memory that nobody set (transformers 5.19.0).
+        # Not in the file, and `from_pretrained` does not set it: findings/speculators-xpress-causal-mask.sh.
         torch.tril(torch.ones(BLOCK, BLOCK), out=model.refiner_head.causal_tril)
     return model
 

@@ -17,7 +17,7 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_
 """In vLLM's order."""
 RELATIVES = {
     "dspark": (("markov_rank", "markov_head_type"), "markov_head.markov_w1.weight"),
-    "dflash2": (("conv_kernel_size", "selector_rank"), "candidate_selector.successor_codebook"),
+    "dflash2": (("selector_rank", "selector_top_k"), "candidate_selector.successor_codebook"),
     "xpress": (("xpress_rank", "xpress_mlp_ratio"), "refiner_head.readout.weight"),
 }
 """Methods that correct what a DFlash network predicts: their configuration keys, and a tensor that only they have."""
@@ -26,6 +26,17 @@ NEUTRAL = {
     **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0},
 }
 """Keys of `dflash_config` for variants, and the value without effect."""
+RELATIVES_FIELDS = {
+    *("speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config"),
+    *("draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id"),
+    *("sliding_window_non_causal", "sample_from_anchor", "is_causal"),
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes"),
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings"),
+    *("_name_or_path", "has_no_defaults_at_init"),
+}
+"""Keys of the library's relatives that are used here or change no guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +72,8 @@ class DFlashConfig:
         config = checkpoint.config
         all_causal = config.get("is_causal", _dflash_section(config).get("causal"))
         if all_causal is None:
-            default = config.get("speculators_model_type") == "dflash2"
-            causal = [size > 0 and not config.get("sliding_window_non_causal", default) for size in sizes]
+            non_causal = config.get("sliding_window_non_causal", method == "dflash2")
+            causal = [size > 0 and not non_causal for size in sizes]
         else:
             causal = [bool(all_causal)] * len(sizes)
         return cls(
@@ -114,10 +125,15 @@ def _zlab_target_layers(checkpoint: Checkpoint, target: TargetWeights) -> Sequen
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
 
 
-def setting(checkpoint: Checkpoint, key: str) -> int:
-    """A size that config.json must name. Raises `CheckpointError` if it is no positive number."""
+def setting(checkpoint: Checkpoint, key: str, default: Any = None) -> Any:
+    """A value in config.json, where z-lab's own keys may stand in `dflash_config`."""
     config = checkpoint.config
-    value = config.get(key, _dflash_section(config).get(key))
+    return config.get(key, _dflash_section(config).get(key, default))
+
+
+def size_setting(checkpoint: Checkpoint, key: str) -> int:
+    """A size that config.json must name. Raises `CheckpointError` if it is no positive number."""
+    value = setting(checkpoint, key)
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"config.json in {checkpoint} has {key} {value!r}, and no number of 1 or more")
     return value
@@ -141,6 +157,8 @@ def _refuse_unsupported(checkpoint: Checkpoint, method: str) -> None:
         raise CheckpointError(f"{checkpoint} is a draft for method {name}: set that one, or leave the method out")
     section = _dflash_section(config)
     variant = next((key for key, neutral in NEUTRAL.items() if section.get(key, neutral) != neutral), None)
+    if is_speculators_format(checkpoint) and method in RELATIVES:
+        variant = next((key for key, value in config.items() if value and key not in RELATIVES_FIELDS), variant)
     if variant is None and config.get("is_neox_style") is False:
         variant = "is_neox_style"
     if variant is None and (config.get("logit_scale") or 1.0) != 1.0:

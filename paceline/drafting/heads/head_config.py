@@ -50,7 +50,7 @@ class PlainDecoder:
     def of(cls, keys: Mapping[str, Any]) -> PlainDecoder | None:
         """None if `keys` say less or more."""
         sizes: dict[str, Any] = {each.name: keys.get(each.name) for each in fields(cls)}
-        scaled = keys.get("rope_scaling") or keys.get("rope_parameters")
+        scaled = any(keys.get(key) for key in ("rope_scaling", "rope_parameters", "partial_rotary_factor"))
         slides = keys.get("use_sliding_window") or not {"full_attention"}.issuperset(keys.get("layer_types") or ())
         others = scaled or slides or keys.get("hidden_act", "silu") != "silu"
         numbers = all(type(sizes[name]) is int or name in FLOATS for name in sizes)
@@ -124,6 +124,8 @@ def _refuse_unsupported(config: Any, checkpoint: Checkpoint) -> None:
         )
     if config.hidden_act != "silu":
         raise CheckpointError(f"{checkpoint} has hidden_act {config.hidden_act!r}: only heads with 'silu' can be run")
+    if (part := (config.rope_parameters or {}).get("partial_rotary_factor") or 1.0) != 1.0:
+        raise CheckpointError(f"{checkpoint} has partial_rotary_factor {part!r}: only heads that rotate all can be run")
     rotary = (config.rope_parameters or {}).get("rope_type", "default")
     if rotary not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)

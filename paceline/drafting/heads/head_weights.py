@@ -68,8 +68,9 @@ class HeadWeights:
         return self._checkpoint.tensor(self._stored_name(name), self._target.dtype, self._target.device)
 
     def take_padded(self, name: str, rows: int, width: int) -> Tensor:
-        """[rows, width] of a matrix that may have more rows, as padding."""
-        return self.take(name, max(rows, self.shape(name)[0]), width)[:rows]
+        """[rows, width] of a matrix that may have up to `MAX_PADDING_ROWS` more."""
+        found = self.shape(name)[0]
+        return self.take(name, found if rows <= found < rows + MAX_PADDING_ROWS else rows, width)[:rows]
 
     def take_optional(self, name: str, *shape: int) -> Tensor | None:
         """None if there is no such tensor."""

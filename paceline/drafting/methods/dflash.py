@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import MAX_DEPTH, SpeculativeConfig
-from paceline.drafting.block import Block, Blocks, ContextSpans, PathScorer, RequestedPasses
+from paceline.drafting.block import Blocks, ContextSpans, DraftBlock, PathScorer, RequestedPasses
 from paceline.drafting.heads.block_convolution import BlockConvolution
 from paceline.drafting.heads.dflash_config import DFlashConfig, configured_layers, relative_of, tokens_per_pass
 from paceline.drafting.heads.head_config import head_config, head_rotary
@@ -96,7 +96,7 @@ class DFlashNetwork:
         self.sees_paths = self.scorer is not None
         weights.refuse_unused(f"{method} drafts", but=UNUSED)
 
-    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[Block]:
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[DraftBlock]:
         if context:
             states = [state for request, span in context for state in request.take_states(len(span))]
             positions = [i for _, span in context for i in span]
@@ -106,7 +106,7 @@ class DFlashNetwork:
             return []
         finals = self.block_states([(each.tokens[-1], each.slot_table.slots[:-1]) for each, _ in requested])
         return [
-            Block(logits[:count], final, (request.tokens[-2:][0], request.tokens[-1]))
+            DraftBlock(logits[:count], final, (request.tokens[-2:][0], request.tokens[-1]))
             for (request, count), logits, final in zip(requested, self.logits(finals), finals, strict=True)
         ]
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafting.block import Block, Path
-from paceline.drafting.heads.dflash_config import relative_of, setting
+from paceline.drafting.block import DraftBlock, Path, logits_of_pass
+from paceline.drafting.heads.dflash_config import relative_of, size_setting
 from paceline.drafting.heads.head_weights import HeadWeights
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.methods.dflash import DFlashNetwork, build_block_draft, complete, target_layers
@@ -36,19 +36,19 @@ class CandidateSelector:
             raise CheckpointError(
                 f"{checkpoint} guesses {network.columns} tokens: a dflash2 draft needs the whole vocabulary"
             )
-        self._count = setting(checkpoint, "selector_top_k")
-        rank = setting(checkpoint, "selector_rank")
+        self._count = size_setting(checkpoint, "selector_top_k")
+        rank = size_setting(checkpoint, "selector_rank")
         name, columns = "candidate_selector", network.columns
         self._before = weights.take_padded(f"{name}.predecessor_codebook", columns, rank)
         self._candidates = weights.take_padded(f"{name}.successor_codebook", columns, rank)
         self._projection = Linear(weights.take(f"{name}.hidden_projection.weight", rank, network.width))
         self._first = network.config.first_offset
 
-    def __call__(self, blocks: Sequence[Block], paths: Sequence[Path]) -> Tensor:
+    def __call__(self, blocks: Sequence[DraftBlock], paths: Sequence[Path]) -> Tensor:
         depth = len(paths[0])
         before = [path[-1] if path else block.tokens[-1] for block, path in zip(blocks, paths, strict=True)]
-        states = torch.stack([block.states[self._first + depth] for block in blocks if block.states is not None])
-        logits = torch.stack([block.logits[depth] for block in blocks])
+        states = torch.stack([block.states[self._first + depth] for block in blocks])
+        logits = logits_of_pass(blocks, paths)
         largest, candidates = logits.topk(min(self._count, logits.shape[-1]))
         context = self._before[before] * self._projection(states)
         scores = largest + (self._candidates[candidates] @ context.unsqueeze(-1)).squeeze(-1)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafting.block import Block, Path
-from paceline.drafting.heads.dflash_config import relative_of, setting
+from paceline.drafting.block import DraftBlock, Path, logits_of_pass
+from paceline.drafting.heads.dflash_config import relative_of, setting, size_setting
 from paceline.drafting.heads.head_weights import HeadWeights
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.methods.dflash import DFlashNetwork, build_block_draft, complete, target_layers
@@ -39,12 +39,12 @@ class MarkovHead:
 
     def __init__(self, checkpoint: Checkpoint, weights: HeadWeights, network: DFlashNetwork) -> None:
         """Raises `CheckpointError` if the type is unknown or the weights do not fit."""
-        self._type = str(checkpoint.config.get("markov_head_type", "vanilla"))
+        self._type = str(setting(checkpoint, "markov_head_type", "vanilla"))
         if self._type not in PROJECTIONS:
             raise CheckpointError(
                 f"{checkpoint} has markov_head_type {self._type!r}: known are {', '.join(PROJECTIONS)}"
             )
-        rank, h, name = setting(checkpoint, "markov_rank"), network.width, "markov_head"
+        rank, h, name = size_setting(checkpoint, "markov_rank"), network.width, "markov_head"
         self._before = weights.take_padded(f"{name}.markov_w1.weight", network.description.vocabulary_size, rank)
         self._output = Linear(weights.take_padded(f"{name}.markov_w2.weight", network.columns, rank))
         shape = {"gated": (rank, h + rank), "rnn": (3 * rank, 2 * rank + h)}.get(self._type)
@@ -54,14 +54,12 @@ class MarkovHead:
             self._projection = Linear(weights.take(f"{part}.weight", *shape), biases=biases)
         self._first = network.config.first_offset
 
-    def __call__(self, blocks: Sequence[Block], paths: Sequence[Path]) -> Tensor:
-        depth = len(paths[0])
+    def __call__(self, blocks: Sequence[DraftBlock], paths: Sequence[Path]) -> Tensor:
         # Of every position of the block up to the one that predicts, the token before and the state.
         before = [[block.tokens[-1]] * (1 + self._first) + [*path] for block, path in zip(blocks, paths, strict=True)]
         embedded = self._before[torch.tensor(before, device=self._before.device)]
-        states = torch.stack([block.states[: self._first + depth + 1] for block in blocks if block.states is not None])
-        logits = torch.stack([block.logits[depth] for block in blocks])
-        return logits + self._output(self._input(embedded, states))
+        states = torch.stack([block.states[: len(tokens)] for block, tokens in zip(blocks, before, strict=True)])
+        return logits_of_pass(blocks, paths) + self._output(self._input(embedded, states))
 
     def _input(self, embedded: Tensor, states: Tensor) -> Tensor:
         """[n, positions, rank] and [n, positions, h] → u of the last position, [n, rank]."""
@@ -78,7 +76,7 @@ class MarkovHead:
 
 
 def build(inputs: MethodInputs) -> Speculator:
-    return build_block_draft(inputs, MarkovHead if inputs.checkpoint.config.get("markov_rank") else None)
+    return build_block_draft(inputs, MarkovHead if setting(inputs.checkpoint, "markov_rank") else None)
 
 
 def matches(checkpoint: Checkpoint) -> bool:

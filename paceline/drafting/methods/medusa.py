@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.drafting.block import Block, Blocks, ContextSpans, PathScorer, RequestedPasses
+from paceline.drafting.block import Blocks, ContextSpans, DraftBlock, PathScorer, RequestedPasses
 from paceline.drafting.heads.head_network import RootStateNetwork
 from paceline.drafting.heads.head_weights import HeadWeights, normalised_name
 from paceline.drafting.method_registry import MethodInputs
@@ -73,8 +73,8 @@ class MedusaHeads(RootStateNetwork):
             logits.append(output(z))
         return torch.stack(logits, 1)
 
-    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[Block]:
-        return list(map(Block, self(self.root_states([request for request, _ in requested]))))
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[DraftBlock]:
+        return list(map(DraftBlock, self(self.root_states([request for request, _ in requested]))))
 
 
 def build(inputs: MethodInputs) -> Speculator:

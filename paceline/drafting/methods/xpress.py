@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafting.block import Block, Path
-from paceline.drafting.heads.dflash_config import relative_of, setting
+from paceline.drafting.block import DraftBlock, Path, logits_of_pass
+from paceline.drafting.heads.dflash_config import relative_of, size_setting
 from paceline.drafting.heads.head_weights import HeadWeights
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.methods.dflash import DFlashNetwork, build_block_draft, complete, target_layers
@@ -35,7 +35,7 @@ class Refiner:
 
     def __init__(self, checkpoint: Checkpoint, weights: HeadWeights, network: DFlashNetwork) -> None:
         """Raises `CheckpointError` if the weights do not fit."""
-        rank, h, block = setting(checkpoint, "xpress_rank"), network.width, network.config.block
+        rank, h, block = size_setting(checkpoint, "xpress_rank"), network.width, network.config.block
 
         def matrix(name: str, *shape: int) -> Tensor:
             return weights.take(f"refiner_head.{name}.weight", *shape)
@@ -51,18 +51,16 @@ class Refiner:
         self._mlp = SwiGLU(gate_up, Linear(matrix("mlp_down", rank, inner)))
         self._first = network.config.first_offset
 
-    def __call__(self, blocks: Sequence[Block], paths: Sequence[Path]) -> Tensor:
-        depth = len(paths[0])
-        position = self._first + depth
+    def __call__(self, blocks: Sequence[DraftBlock], paths: Sequence[Path]) -> Tensor:
+        position = self._first + len(paths[0])
         before = [[*block.tokens[1 - self._first :], *path] for block, path in zip(blocks, paths, strict=True)]
-        states = torch.stack([block.states for block in blocks if block.states is not None])
+        states = torch.stack([block.states for block in blocks])
         mean = self._mean(states.mean(1)).unsqueeze(1).expand(-1, position + 1, -1)
         own = self._state(states[:, : position + 1].flatten(0, 1)).view_as(mean)
         embedded = self._embedding[torch.tensor(before, device=states.device)]
         a = self._input(torch.cat((own, mean, embedded), -1).flatten(0, 1)).view_as(mean)
         x = a[:, -1] + torch.einsum("rq,nqr->nr", self._mix[:, position, : position + 1], a)
-        logits = torch.stack([block.logits[depth] for block in blocks])
-        return logits + self._readout(x + self._mlp(x))
+        return logits_of_pass(blocks, paths) + self._readout(x + self._mlp(x))
 
 
 def build(inputs: MethodInputs) -> Speculator:

@@ -51,6 +51,7 @@ def with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (renamed(eagle3_tensors(columns=3), in_the_library) | reduced([1, 5, 7]), {}, "eagle3"),
         (eagle3_tensors() | {"mask_hidden": ONE}, {"ptd_token_id": 5}, "peagle"),
         (PLAIN, {}, "draft_model"),
+        (PLAIN, {"conv_kernel_size": 4}, "draft_model"),
         (PLAIN, {"pard_token": 31}, "pard"),
         (PLAIN, {"num_nextn_predict_layers": 0}, "draft_model"),
         (PLAIN, {"num_nextn_predict_layers": 1}, "mtp"),

@@ -97,6 +97,9 @@ VARIANTS = {
         DFLASH2 | {"transformer_layer_config": SLIDING}, dflash2_tensors(), seen={0: (6, False)}
     ),
     "dflash2, original": dflash2(original(DFLASH2, *SELECTOR), dflash2_tensors()),
+    "dflash2, original, sliding": dflash2(
+        {**original(DFLASH2, *SELECTOR), **SLIDING}, dflash2_tensors(), seen={0: (6, False)}
+    ),
     "dspark, gated": of_kind("gated"),
     "dspark, recurrent": of_kind("rnn"),
     "dspark, after the anchor": of_kind("vanilla", 1, **AFTER),
@@ -105,6 +108,11 @@ VARIANTS = {
     "dspark, a matrix with padding": dspark(DSPARK, PADDED),
     "dspark, with a confidence head": dspark(DSPARK, CONFIDENT),
     "dspark, original": dspark(without(original(DSPARK), "sample_from_anchor"), dspark_tensors()),
+    "dspark, original, nested": dspark(
+        original({**DSPARK, "markov_head_type": "gated"}, "markov_rank", "markov_head_type"),
+        dspark_tensors("gated"),
+        kind="gated",
+    ),
     "dspark, no Markov head": Variant(
         "dspark", {**DSPARK, "markov_rank": 0}, dflash_tensors(), dflash_formula(dflash_tensors(), first=0)
     ),
@@ -163,6 +171,16 @@ def test_a_token_that_is_no_candidate_is_not_guessed(tmp_path: Path) -> None:
     assert len(request.grow()) == 3 + 3 * 3
 
 
+def test_a_request_keeps_no_tensor_of_another(tmp_path: Path) -> None:
+    speculator: Any = build_head(save(tmp_path, DSPARK, dspark_tensors()).folder, "dspark")
+    for key in range(2):
+        Feeding(speculator, NETWORK, prompt_of(9), key=key).tell()
+    speculator.grow()
+    block = speculator._requests[0].block
+    for tensor in (block.logits, block.states):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 @pytest.mark.parametrize(
     ("method", "config", "tensors", "complaint"),
     [
@@ -206,6 +224,8 @@ def test_a_token_that_is_no_candidate_is_not_guessed(tmp_path: Path) -> None:
             r"has markov_head\.markov_w1.*, which is no part of",
         ),
         ("dspark", {**original(DSPARK), "logit_scale": 0.5}, dspark_tensors(), "variant of dspark with logit_scale"),
+        ("dspark", {**DSPARK, "markov_order": 2}, dspark_tensors(), "variant of dspark with markov_order"),
+        ("dspark", DSPARK, dspark_tensors() | {W1: torch.zeros(576, RANK)}, r"has shape \[576, 6\] where \[64, 6\]"),
         ("dspark", DSPARK, dspark_tensors() | {W2: torch.zeros(9, RANK)}, r"has shape \[9, 6\] where \[64, 6\]"),
         ("dspark", DSPARK, without(dspark_tensors(), W1), f"no tensor {W1}"),
         ("xpress", {**XPRESS, "block_size": 4}, xpress_tensors(), r"mix_l .* has shape \[6, 5, 5\] where \[6, 4, 4\]"),

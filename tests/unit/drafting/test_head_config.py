@@ -45,6 +45,7 @@ def test_its_keys_and_angles_are_those_of_transformers(
     [
         {"head_dim": None},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"partial_rotary_factor": 1.0},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         {"layer_types": ["sliding_attention"], "sliding_window": 64},
         {"num_hidden_layers": "1"},
@@ -67,7 +68,7 @@ def test_transformers_reads_all_others(changes: dict[str, object], tmp_path: Pat
     ("types", "complaint"),
     [
         (["sliding_attention"] * 2, "describes no decoder: .*layer_types"),
-        (["chunked_attention"], "has layers of type 'chunked_attention', which cannot be run yet"),
+        (["chunked_attention"], "has layers of type 'chunked_attention' in layer_types"),
     ],
 )
 def test_layers_of_another_number_or_kind_are_refused(types: list[str], complaint: str, tmp_path: Path) -> None:
