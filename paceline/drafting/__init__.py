@@ -8,6 +8,9 @@
     pard                   NetworkSpeculator      Blocks        MaskTokens over ModelNetwork
     peagle                 NetworkSpeculator      Blocks        MaskTokens over Eagle3Network
     dflash                 NetworkSpeculator      Blocks        DFlashNetwork
+    dflash2                NetworkSpeculator      Blocks        DFlashNetwork with CandidateSelector
+    dspark                 NetworkSpeculator      Blocks        DFlashNetwork with MarkovHead
+    xpress                 NetworkSpeculator      Blocks        DFlashNetwork with Refiner
     medusa                 NetworkSpeculator      Blocks        MedusaHeads
     mlp_speculator         NetworkSpeculator      Levels        MlpNetwork, LstmNetwork
     ngram                  LookupSpeculator       -             NGramLookup

@@ -23,12 +23,8 @@ from paceline.model_names import downloaded, is_fake_model, resolve_model
 
 log = logging.getLogger(__name__)
 
-DSPARK, XPRESS = "dspark", "xpress"
-"""Formats that are known and not supported."""
-SPECULATORS_LIBRARY_TYPES = {name: name for name in ("eagle", "eagle3", "peagle", "dflash", DSPARK, XPRESS, "mtp")} | {
-    "dflash2": "dflash"  # which refuses it by name
-}
-"""The method, by the speculators library's name for the type of a checkpoint."""
+SPECULATORS_LIBRARY_TYPES = ("eagle", "eagle3", "peagle", "dflash", "dflash2", "dspark", "xpress", "mtp")
+"""The speculators library's names for the type of a checkpoint, which are those of methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +108,18 @@ def _suffix_defaults(config: SpeculativeConfig, choice: MethodChoice) -> dict[st
 def detect_method(config: SpeculativeConfig) -> SpeculativeConfig:
     """The configuration with the checkpoint's method in place of `detect`.
 
-    Raises `CheckpointError` if the method is unknown or unsupported, `ModelNotFoundError` if there is no checkpoint.
+    Raises `CheckpointError` if the method is unknown, `ModelNotFoundError` if there is no checkpoint.
     """
     if config.method != DETECT or config.model is None:
         return config
     folder = resolve_model(config.model)
     method = "draft_model" if is_fake_model(folder) else method_of_checkpoint(Checkpoint(folder))
-    if method not in METHODS:
-        raise CheckpointError(f"{folder} is a checkpoint for method {method!r}, which is known and not supported")
     log.info("%s is a checkpoint for method %s", folder, method)
     return config.model_copy(update={"method": method})
 
 
 def method_of_checkpoint(checkpoint: Checkpoint) -> str:
-    """The method of a checkpoint, supported or not. Raises `CheckpointError` if a file cannot be read."""
+    """The method of a checkpoint. Raises `CheckpointError` if a file cannot be read, or if its type is unknown."""
     library_type = checkpoint.config.get("speculators_model_type")
     if library_type is None:
         return _matching_method(checkpoint)
@@ -133,13 +127,11 @@ def method_of_checkpoint(checkpoint: Checkpoint) -> str:
         raise CheckpointError(
             f"{checkpoint} is of type {library_type!r} of the speculators library, which is not known here"
         )
-    return SPECULATORS_LIBRARY_TYPES[library_type]
+    return str(library_type)
 
 
 def _matching_method(checkpoint: Checkpoint) -> str:
     """The first method that matches; without a match the checkpoint is a language model."""
-    if "markov_rank" in checkpoint.config and "dflash_config" not in checkpoint.config:
-        return DSPARK
     for method in METHODS:
         matches = method_hook(method, "matches")
         if matches and matches(checkpoint):

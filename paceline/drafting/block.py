@@ -1,43 +1,73 @@
 """Growth in blocks: one pass of the network gives a distribution for each of the next positions.
 
 After each commit the network runs once for the root (PARD, P-EAGLE and DFlash over mask tokens behind it, Medusa with a
-head for each depth). The distributions do not depend on the tokens between, so the probability of a path is the product
-of its tokens' probabilities, with the target's noise at each position. The tree consists of the likeliest paths, where
-Medusa (Cai et al. 2024, section 2.3.3) takes a fixed choice of them. Nodes that survive a commit stay, beside those of
-the new distributions.
+head for each depth). The tree consists of the likeliest paths, where Medusa (Cai et al. 2024, section 2.3.3) takes a
+fixed choice of them. Nodes that survive a commit stay, beside those of the new distributions.
+
+Of most networks the distributions do not depend on the tokens between: the probability of a path is the product of its
+tokens' probabilities, with the target's noise at each position. Others (DFlash2, DSpark, XPress) have a small head that
+corrects a distribution by the path before it. Their paths are found level by level.
 
 What the pass computes for mask tokens is never kept: the tokens at their positions were not known.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.core.logits_rules import History, SamplingRow
-from paceline.core.tree import CommitResult, TokenTree
+from paceline.core.tree import ROOT, CommitResult, TokenTree
 from paceline.drafting.best_first import RowNetwork
 from paceline.drafting.draw_prediction import MAX_ROWS, RankedTokens, predict_draws
 from paceline.drafting.network_speculator import DraftCache, DraftNetwork, NetworkRequest, round_robin, tree_width
 from paceline.drafting.speculator import DraftingLimits
 from paceline.model.rows import Row
 
+Path = tuple[int, ...]
+"""Tokens below the root."""
+NO_STATES = torch.empty(0)
+
+
+class DraftBlock(NamedTuple):
+    """What a root's pass gives."""
+
+    logits: Tensor
+    """[distributions, columns]"""
+    states: Tensor = NO_STATES
+    """[positions, h] of the whole block, for a `PathScorer`."""
+    tokens: Sequence[int] = ()
+    """The token before the root and the root, for a `PathScorer`; the root twice if it is a request's first token."""
+
+
+PathScorer = Callable[[Sequence[DraftBlock], Sequence[Path]], Tensor]
+"""Logits [n, columns] of what follows n paths of one length, each in its block."""
+
+
+def logits_of_pass(blocks: Sequence[DraftBlock], paths: Sequence[Path]) -> Tensor:
+    """The `PathScorer` of a network whose distributions do not depend on the path."""
+    return torch.stack([block.logits[len(path)] for block, path in zip(blocks, paths, strict=True)])
+
 
 @dataclass(slots=True, eq=False)
 class BlockRequest(NetworkRequest):
-    """Tokens before the root are computed as they become known, the root when draft tokens are wanted."""
+    """Tokens before the root are computed as they become known, the root when draft tokens are wanted.
+
+    The root's pass leaves `distributions`, or `block` if these depend on the path; both are None until it has run.
+    """
 
     distributions: Sequence[RankedTokens] | None = None
-    """Of the tokens after the root, by depth; None: the root's pass has not run."""
-    logits: Tensor | None = None
-    """[distributions, columns], if the request has rules that depend on the path and the network `sees_paths`."""
+    """Of the tokens after the root, by depth."""
+    block: DraftBlock | None = None
+    ranked: dict[Path, RankedTokens] = field(default_factory=dict)
+    """What follows a path of `block`, as far as it was asked for."""
     may_grow: bool = False
     """Whether the distributions may give more nodes."""
 
@@ -53,11 +83,12 @@ class BlockRequest(NetworkRequest):
         else:
             complete = (self.missing == 1 or self.states.latest) and self.states.complete(self.tree.position)
         wanted = self.depth_limit > 0 and self.nodes_left > 0 and self.least_path_log_prob < 0.0
-        return self.distributions is None and complete and wanted
+        return self.distributions is None and self.block is None and complete and wanted
 
     def root_moved(self, committed: CommitResult) -> list[int]:
         """The distributions were those of the old root."""
-        self.distributions = self.logits = None
+        self.distributions = self.block = None
+        self.ranked.clear()
         return []
 
     def refresh(self) -> None:
@@ -78,17 +109,19 @@ class BlockNetwork(DraftNetwork, Protocol):
     scratch_slots: int
     """Free slots that a root's pass uses while it runs."""
     sees_paths: bool
-    """Whether all distributions are kept, and rules that look back see each node's own path."""
+    """Whether all distributions are computed, and rules that look back see each node's own path."""
+    scorer: PathScorer | None
+    """None: the distributions do not depend on the path."""
 
-    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Tensor:
-        """Logits of the wanted distributions, request by request [distributions, columns]. `free`: scratch slots, from
-        the end."""
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[DraftBlock]:
+        """The wanted distributions of each request. `free`: scratch slots, from the end."""
 
 
 class MaskTokens:
     """Blocks of a network of rows, with one row per mask token. The row sees the root and the masks before it."""
 
     sees_paths = False
+    scorer: PathScorer | None = None
 
     def __init__(self, network: RowNetwork, mask: int, tokens_per_pass: int, feature: Tensor | None = None) -> None:
         """The root's row gives the first distribution, so a pass has `tokens_per_pass` - 1 masks. `feature`: of a
@@ -99,10 +132,11 @@ class MaskTokens:
         self.layer_states = network.layer_states
         self._network, self._mask, self._feature = network, mask, feature
 
-    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Tensor:
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[DraftBlock]:
         features = None if self._feature is None else self._features(self._feature, context, requested)
         rows, wanted = self._rows(context, requested, free)
-        return self._network.run(rows, features, wanted).logits
+        logits = self._network.run(rows, features, wanted).logits
+        return [DraftBlock(part) for part in logits.split([count for _, count in requested])] if requested else []
 
     def _rows(
         self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]
@@ -151,11 +185,15 @@ class Blocks:
         self.computed = bool(context or requested)
         if self.computed:
             self._set_distributions(requested, self.network.run(context, requested, pool.free))
-        return {
-            key: self._add_nodes(request, request.distributions)
-            for key, request in pool.requests.items()
-            if request.may_grow and request.distributions is not None
-        }
+        requests = {key: request for key, request in pool.requests.items() if request.may_grow}
+        beams = {key: Beam(request, request.block) for key, request in requests.items() if request.block is not None}
+        self._descend(list(beams.values()))
+        new = {key: beam.add_nodes() for key, beam in beams.items()}
+        for key, request in requests.items():
+            if request.distributions is not None:
+                new[key] = self._add_nodes(request, request.distributions)
+            request.may_grow = request.distributions is None and request.block is None
+        return new
 
     def _requested(self, pool: DraftCache[BlockRequest], by_link: Sequence[Sequence[BlockRequest]]) -> RequestedPasses:
         network = self.network
@@ -168,35 +206,89 @@ class Blocks:
         count = network.tokens_per_pass
         return [(each, count if network.sees_paths else min(each.depth_limit, count)) for each in requests]
 
-    def _set_distributions(self, requested: RequestedPasses, logits: Tensor) -> None:
-        if not requested:
-            return
-        rows = [
-            row for request, count in requested for row in draw_rows(request.history, request.tree.position + 1, count)
-        ]
-        distributions = iter(predict_draws(logits, rows, self._width, self.network.ids))
-        for (request, count), own_logits in zip(requested, logits.split([n for _, n in requested]), strict=True):
-            request.distributions = list(itertools.islice(distributions, count))
-            if self.network.sees_paths and request.history.has_logits_rules:
-                request.logits = own_logits.clone()
+    def _set_distributions(self, requested: RequestedPasses, blocks: Sequence[DraftBlock]) -> None:
+        alike = []
+        for (request, count), block in zip(requested, blocks, strict=True):
             request.refresh()
+            if self.network.scorer or (self.network.sees_paths and request.history.has_logits_rules):
+                # Views would keep the tensors of all requests alive.
+                request.block = DraftBlock(block.logits.clone(), block.states.clone(), block.tokens)
+            else:
+                alike.append((request, count, block.logits))
+        if not alike:
+            return
+        rows = [row for each, count, _ in alike for row in draw_rows(each.history, each.tree.position + 1, count)]
+        logits = torch.cat([logits for _, _, logits in alike])
+        distributions = iter(predict_draws(logits, rows, self._width, self.network.ids))
+        for request, count, _ in alike:
+            request.distributions = list(itertools.islice(distributions, count))
 
     def _add_nodes(self, request: BlockRequest, distributions: Sequence[RankedTokens]) -> list[int]:
-        request.may_grow = False
-        after = None if request.logits is None else functools.partial(self._distribution, request, request.logits)
         return grow_product_tree(
-            request.tree,
-            distributions[: request.depth_limit],
-            request.nodes_left,
-            request.least_path_log_prob,
-            after,
+            request.tree, distributions[: request.depth_limit], request.nodes_left, request.least_path_log_prob
         )
 
-    def _distribution(self, request: BlockRequest, logits: Tensor, node: int) -> RankedTokens:
-        """Of the token after this node. Rules see the path to it."""
-        depth = request.tree.depths[node]
-        [ranked] = predict_draws(logits[depth : depth + 1], [request.draw_row(node)], self._width, self.network.ids)
-        return ranked
+    def _descend(self, beams: Sequence[Beam]) -> None:
+        """All beams at once, level by level."""
+        score = self.network.scorer or logits_of_pass
+        while beams := [beam for beam in beams if beam.level]:
+            unknown = [(beam, path) for beam in beams for _, path in beam.level if path not in beam.request.ranked]
+            for start in range(0, len(unknown), MAX_ROWS):
+                asked = unknown[start : start + MAX_ROWS]
+                logits = score([beam.block for beam, _ in asked], [path for _, path in asked])
+                rows = [beam.draw_row(path) for beam, path in asked]
+                ranked = predict_draws(logits, rows, self._width, self.network.ids)
+                for (beam, path), tokens in zip(asked, ranked, strict=True):
+                    beam.request.ranked[path] = tokens
+            for beam in beams:
+                beam.descend()
+
+
+class Beam:
+    """The likeliest new paths of a request whose distributions depend on the path, found level by level.
+
+    A path is at most as likely as its beginnings. So the likeliest `nodes_left` of all paths begin with those that are
+    among the likeliest `nodes_left` of every level.
+    """
+
+    def __init__(self, request: BlockRequest, block: DraftBlock) -> None:
+        self.request, self.block = request, block
+        tree = request.tree
+        self._nodes = {tuple(tree.path_tokens(node)): node for node in (ROOT, *tree.nodes())}
+        self._depths = min(request.depth_limit, len(block.logits))
+        self._found: list[tuple[float, Path, float]] = []
+        """New paths, likeliest first, a path after its beginnings: log-probability, tokens, and that of the last."""
+        self.level: list[tuple[float, Path]] = [(0.0, ())] if self._depths and request.nodes_left else []
+        """The paths of one length, new or not, whose next tokens are wanted: log-probability and tokens."""
+
+    def draw_row(self, path: Path) -> SamplingRow:
+        """The target's draw after a path."""
+        history = self.request.history
+        return SamplingRow(history.params, self.request.tree.position + 1 + len(path), history, list(path))
+
+    def descend(self) -> None:
+        """Take the next tokens of `level` in, and go on with the paths that end with them."""
+        request, length = self.request, len(self.level[0][1]) + 1
+        for path_log_prob, path in self.level:
+            for token, log_prob in request.ranked[path]:
+                child = path_log_prob + log_prob, (*path, token), log_prob
+                if child[0] > request.least_path_log_prob and child[1] not in self._nodes:
+                    self._found.append(child)
+        self._found = heapq.nlargest(request.nodes_left, self._found, key=itemgetter(0))  # stable
+        self.level = [(log_prob, path) for log_prob, path, _ in self._found if len(path) == length]
+        self.level += [
+            (request.tree.path_log_probs[node], path)
+            for path, node in self._nodes.items()
+            if len(path) == length and request.tree.path_log_probs[node] > request.least_path_log_prob
+        ]
+        if length == self._depths:
+            self.level = []
+
+    def add_nodes(self) -> list[int]:
+        """Add what was found to the tree; return the new nodes."""
+        for _, path, log_prob in self._found:
+            self._nodes[path] = self.request.tree.add(self._nodes[path[:-1]], path[-1], log_prob)
+        return [self._nodes[path] for _, path, _ in self._found]
 
 
 def draw_rows(history: History, position: int, count: int) -> list[SamplingRow]:
@@ -213,22 +305,18 @@ def grow_product_tree(
     distributions: Sequence[RankedTokens],
     most: int,
     least_path_log_prob: float,
-    after: Callable[[int], RankedTokens] | None = None,
 ) -> list[int]:
     """Add the `most` likeliest nodes with a path log-probability above `least_path_log_prob`; return them.
 
-    Every node at depth d, new or not, gets children from `distributions[d]`. `after`: the distribution after a node, if
-    rules make it depend on the node's path.
+    Every node at depth d, new or not, gets children from `distributions[d]`.
     """
     serial = itertools.count()  # breaks ties by age
     candidates: list[tuple[float, int, int, int]] = []
 
-    @functools.cache
     def ranked(node: int) -> RankedTokens:
         depth = tree.depths[node]
-        if depth >= len(distributions) or tree.path_log_probs[node] <= least_path_log_prob:
-            return ()
-        return distributions[depth] if after is None else after(node)
+        within = depth < len(distributions) and tree.path_log_probs[node] > least_path_log_prob
+        return distributions[depth] if within else ()
 
     def push(parent: int, rank: int) -> None:
         if rank < len(ranked(parent)):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # links import `paceline.drafting` where torch is not loaded
 
 log = logging.getLogger(__name__)
 
-UNPACKED = ("mlp_speculator", "medusa", "dflash")
+UNPACKED = ("mlp_speculator", "medusa", "dflash", "dflash2", "dspark", "xpress")
 """Heads that torch computes: `EngineConfig.quantization` does not concern them."""
 TargetWeightsProvider: TypeAlias = "Callable[[], TargetWeights]"
 """Loads the target's weights that drafts use. Called only for methods that use them."""

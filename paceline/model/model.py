@@ -40,10 +40,12 @@ class Model(Protocol):
     rows_invariant: bool
     numerics: str
     """One line that names everything the numbers depend on, apart from the weights."""
-    states: StateCache | None
-    """Of layers that keep states by request; None: no layer does."""
     asynchronous: bool
     """Whether `run` returns before the pass is computed, as on an accelerator. Who reads its output waits for it."""
+
+    @property
+    def states(self) -> StateCache | None:
+        """Of layers that keep states by request; None: no layer does."""
 
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
         """One forward pass over `rows`. Returns the logits of the rows indexed by `wanted`, in that order, and the

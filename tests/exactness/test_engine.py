@@ -154,7 +154,7 @@ def test_speculation_changes_no_token(
     assert same(run(engine(llama(dtype), source, depth=depth, nodes=nodes), generation_requests()), plain)
 
 
-@pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
+@pytest.mark.parametrize("method", ["pard", "dflash", "dspark", "peagle"])
 def test_guesses_of_one_pass_change_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, tmp_path: Path
 ) -> None:
@@ -167,7 +167,7 @@ def test_guesses_of_one_pass_change_no_token(
     assert sum(step.speculation.accepted_tokens for step in steps) > (300 if method == "pard" else 20)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "dflash", "peagle"])
+@pytest.mark.parametrize("method", ["draft_model", "dflash", "dspark", "peagle"])
 def test_preemption_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, method: str, tmp_path: Path) -> None:
     steps: list[StepStats] = []
     in_one_pass = LocalDraftClient(drafting_for(llama(dtype), method, tmp_path)) if method != "draft_model" else None

@@ -30,6 +30,8 @@ class Shape:
     """Positions are divided by this."""
     frequencies: Tensor | None = None
     """[head size / 2]: instead of those of `theta`."""
+    window: int = 0
+    """Positions that a row sees, its own included; 0: all."""
 
 
 LLAMA = Shape()
@@ -56,8 +58,9 @@ def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
-def causal(rows: int) -> Tensor:
-    return torch.ones(rows, rows, dtype=torch.bool).tril()
+def causal(rows: int, window: int = 0) -> Tensor:
+    seen = torch.ones(rows, rows, dtype=torch.bool).tril()
+    return seen.triu(1 - window) if window else seen
 
 
 def projected(x: Tensor, tensors: Tensors, name: str, heads: int, eps: float = LLAMA.eps) -> Tensor:
@@ -68,11 +71,11 @@ def projected(x: Tensor, tensors: Tensors, name: str, heads: int, eps: float = L
 
 
 def self_attention(x: Tensor, tensors: Tensors, name: str, shape: Shape) -> Tensor:
-    """Every row over itself and those before."""
+    """Every row over itself and those before, as far as the window goes."""
     positions = torch.arange(len(x))
     query = rotated(projected(x, tensors, f"{name}.q", shape.heads, shape.eps), positions, shape)
     key = rotated(projected(x, tensors, f"{name}.k", shape.kv_heads, shape.eps), positions, shape)
-    out = attended(query, key, projected(x, tensors, f"{name}.v", shape.kv_heads), causal(len(x)))
+    out = attended(query, key, projected(x, tensors, f"{name}.v", shape.kv_heads), causal(len(x), shape.window))
     return out @ tensors[f"{name}.o_proj.weight"].T + tensors.get(f"{name}.o_proj.bias", ZERO)
 
 
@@ -211,6 +214,10 @@ class DFlash:
 
     def logits(self, tokens: Sequence[int], states: Tensor) -> Tensor:
         """[block - first, columns]"""
+        return self.finals(tokens, states)[self.first :] @ self.tensors.get("lm_head.weight", self.output).T
+
+    def finals(self, tokens: Sequence[int], states: Tensor) -> Tensor:
+        """[block, h]"""
         t, before = self.tensors, len(states)
         context = rms_norm(states.flatten(1) @ t["fc.weight"].T, t["hidden_norm.weight"])
         x = t.get("embed_tokens.weight", self.embedding)[[tokens[-1], *[self.mask] * (self.block - 1)]]
@@ -220,14 +227,18 @@ class DFlash:
         for n in range(2):
             name = f"layers.{n}.self_attn"
             y = rms_norm(x, t[f"layers.{n}.input_layernorm.weight"])
+            y, kernel = convolved(y, t, f"layers.{n}.attention_conv")
             both = torch.cat((context, y))
             query = rotated(projected(y, t, f"{name}.q", LLAMA.heads), positions[before:])
             key = rotated(projected(both, t, f"{name}.k", LLAMA.kv_heads), positions)
             value = projected(both, t, f"{name}.v", LLAMA.kv_heads)
             out = attended(query, key, value, self._mask(n, positions, before))
-            x = x + out @ t[f"{name}.o_proj.weight"].T + t.get(f"{name}.o_proj.bias", ZERO)
-            x = second_half(x, t, f"layers.{n}")
-        return rms_norm(x, t["norm.weight"])[self.first :] @ t.get("lm_head.weight", self.output).T
+            out = out @ t[f"{name}.o_proj.weight"].T + t.get(f"{name}.o_proj.bias", ZERO)
+            x = x + convolved(out, t, f"layers.{n}.attention_conv", kernel)[0]
+            y = rms_norm(x, t[f"layers.{n}.post_attention_layernorm.weight"])
+            y, kernel = convolved(y, t, f"layers.{n}.mlp_conv")
+            x = x + convolved(mlp(y, t, f"layers.{n}.mlp"), t, f"layers.{n}.mlp_conv", kernel)[0]
+        return rms_norm(x, t["norm.weight"])
 
     def _mask(self, layer: int, positions: Tensor, before: int) -> Tensor:
         window, only_before = self.seen.get(layer, (0, False))
@@ -235,6 +246,72 @@ class DFlash:
         if window:
             mask[:, : max(0, before - window)] = False
         return mask & (positions <= positions[before:, None]) if only_before else mask
+
+
+def convolved(x: Tensor, tensors: Tensors, name: str, kernel: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """DFlash2's convolution of a block [B, h] before a part of a layer, and the kernel [B, taps, groups] for the one
+    after it, which takes it as `kernel`. Without tensors of this name nothing changes."""
+    if f"{name}.base_kernel" not in tensors:
+        return x, ZERO
+    side, base = int(kernel is not None), tensors[f"{name}.base_kernel"]
+    taps, h = base.shape[1:]
+    both = (x @ tensors[f"{name}.kernel_projection.weight"].T).view(len(x), 2, taps, -1) if kernel is None else None
+    own = kernel if both is None else both[:, 0]
+    assert own is not None
+    rows = []
+    for p in range(len(x)):
+        row = torch.zeros(h)
+        for tap in range(min(taps, p + 1)):
+            row = row + x[p - tap] * (base[side, tap] + own[p, tap].repeat_interleave(h // own.shape[-1]))
+        rows.append(row)
+    return torch.stack(rows), ZERO if both is None else both[:, 1]
+
+
+def dflash2_logits(
+    draft: DFlash, tokens: Sequence[int], states: Tensor, path: Sequence[int], candidates: int
+) -> Tensor:
+    """[columns] after a path of guesses: only of the position's likeliest `candidates`."""
+    t, position = draft.tensors, draft.first + len(path)
+    final = draft.finals(tokens, states)[position]
+    logits = draft.logits(tokens, states)[len(path)]
+    context = t["candidate_selector.predecessor_codebook"][[tokens[-1], *path][-1]]
+    context = context * (t["candidate_selector.hidden_projection.weight"] @ final)
+    scores = logits + t["candidate_selector.successor_codebook"] @ context
+    return scores.masked_fill(logits < logits.sort(descending=True).values[candidates - 1], -torch.inf)
+
+
+def dspark_logits(draft: DFlash, tokens: Sequence[int], states: Tensor, path: Sequence[int], kind: str) -> Tensor:
+    """[columns] after a path of guesses. `kind`: of the Markov head."""
+    t = {name.removeprefix("markov_head."): tensor for name, tensor in draft.tensors.items()}
+    finals = draft.finals(tokens, states)
+    embedded = t["markov_w1.weight"][[*[tokens[-1]] * (1 + draft.first), *path]]
+    u, e, h = embedded[-1], embedded[-1], finals[draft.first + len(path)]
+    if kind == "gated":
+        u = torch.sigmoid(t["gate_proj.weight"] @ torch.cat((h, e)) + t["gate_proj.bias"]) * e
+    if kind == "rnn":
+        s = torch.zeros_like(e)
+        for e, h in zip(embedded, finals, strict=False):
+            z = t["joint_proj.weight"] @ torch.cat((s, e, h)) + t["joint_proj.bias"]
+            gate, candidate, out = z.chunk(3)
+            s = torch.sigmoid(gate) * s + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
+            u = torch.tanh(out)
+    return draft.logits(tokens, states)[len(path)] + t["markov_w2.weight"] @ u
+
+
+def xpress_logits(draft: DFlash, tokens: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
+    """[columns] after a path of guesses."""
+    t = {name.removeprefix("refiner_head."): tensor for name, tensor in draft.tensors.items()}
+    finals, position = draft.finals(tokens, states), draft.first + len(path)
+    before = [*tokens[-2:][:1], tokens[-1], *path][1 - draft.first :]
+    mean = t["down_g.weight"] @ finals.mean(0)
+    a = [
+        t["in_proj.weight"] @ torch.cat((t["down_h.weight"] @ final, mean, t["token_embed.weight"][token]))
+        for final, token in zip(finals[: position + 1], before, strict=True)
+    ]
+    x = a[-1] + sum(t["mix_l"][:, position, q] * each for q, each in enumerate(a))
+    gate = t["mlp_gate.weight"] @ x
+    x = x + t["mlp_down.weight"] @ (gate * gate.sigmoid() * (t["mlp_up.weight"] @ x))
+    return draft.logits(tokens, states)[len(path)] + t["readout.weight"] @ x
 
 
 def medusa_logits(tensors: Tensors, state: Tensor, output: Tensor | None = None, count: int = 1) -> Tensor:

@@ -23,14 +23,31 @@ from tests.helpers.head_formulas import (
     Eagle3,
     Formula,
     after,
+    dflash2_logits,
+    dspark_logits,
     medusa_logits,
     mlp_logits,
     peagle_logits,
+    xpress_logits,
 )
 from tests.helpers.llamas import VOCABULARY, peaked_llama
 from tests.helpers.markov import mlp_config
 from tests.helpers.mtp_formula import MtpFormula
-from tests.helpers.parallel import BLOCK, DFLASH, MASK, PEAGLE, dflash_tensors, peagle_tensors
+from tests.helpers.parallel import (
+    BLOCK,
+    CANDIDATES,
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    MASK,
+    PEAGLE,
+    XPRESS,
+    dflash2_tensors,
+    dflash_tensors,
+    dspark_tensors,
+    peagle_tensors,
+    xpress_tensors,
+)
 
 Tensors = dict[str, Tensor]
 Logits = Callable[[Sequence[int], Tensor, Sequence[int]], Tensor]
@@ -106,6 +123,24 @@ def dflash_formula(tensors: Mapping[str, Tensor], **options: Any) -> Logits:
     return lambda tokens, states, path: draft.logits(tokens, states)[len(path)]
 
 
+def dflash2_formula(tensors: Mapping[str, Tensor], candidates: int = CANDIDATES, **options: Any) -> Logits:
+    """`options`: of `DFlash`."""
+    draft = DFlash(tensors, *MATRICES, MASK, BLOCK, **options)
+    return lambda tokens, states, path: dflash2_logits(draft, tokens, states, path, candidates)
+
+
+def dspark_formula(tensors: Mapping[str, Tensor], kind: str = "vanilla", first: int = 0, **options: Any) -> Logits:
+    """`options`: of `DFlash`."""
+    draft = DFlash(tensors, *MATRICES, MASK, BLOCK, first=first, **options)
+    return lambda tokens, states, path: dspark_logits(draft, tokens, states, path, kind)
+
+
+def xpress_formula(tensors: Mapping[str, Tensor], **options: Any) -> Logits:
+    """`options`: of `DFlash`."""
+    draft = DFlash(tensors, *MATRICES, MASK, BLOCK, **options)
+    return lambda tokens, states, path: xpress_logits(draft, tokens, states, path)
+
+
 @dataclass(frozen=True)
 class HeadMethod:
     """`required`: a tensor without which the checkpoint is refused."""
@@ -132,6 +167,11 @@ HEAD_METHODS: dict[str, HeadMethod] = {
     ),
     "peagle": HeadMethod(peagle_tensors(), PEAGLE, "fc.weight", peagle_formula(peagle_tensors())),
     "dflash": HeadMethod(dflash_tensors(), DFLASH, "layers.1.mlp.up_proj.weight", dflash_formula(dflash_tensors())),
+    "dflash2": HeadMethod(
+        dflash2_tensors(), DFLASH2, "layers.1.mlp_conv.kernel_projection.weight", dflash2_formula(dflash2_tensors())
+    ),
+    "dspark": HeadMethod(dspark_tensors(), DSPARK, "markov_head.markov_w1.weight", dspark_formula(dspark_tensors())),
+    "xpress": HeadMethod(xpress_tensors(), XPRESS, "refiner_head.mix_l", xpress_formula(xpress_tensors())),
     "medusa": HeadMethod(
         MEDUSA,
         {"medusa_num_heads": 2},
@@ -148,6 +188,8 @@ HEAD_METHODS: dict[str, HeadMethod] = {
 STATELESS = ("medusa", "mlp_speculator")
 PARALLEL = ("peagle", "dflash", "medusa")
 """Their guesses at a depth do not depend on the guesses before."""
+CORRECTED = ("dflash2", "dspark", "xpress")
+"""They correct what one pass guesses by the guesses before."""
 
 
 def save_method(folder: Path, method: str) -> Path:

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.drafting.best_first import ModelNetwork
 from paceline.drafting.block import BlockRequest, Blocks, MaskTokens
 from paceline.drafting.methods.dflash import DFlashNetwork
+from paceline.drafting.methods.dspark import MarkovHead
 from paceline.drafting.methods.eagle3 import Eagle3Network
 from paceline.drafting.methods.peagle import mask_tokens
 from paceline.drafting.network_speculator import NetworkSpeculator
@@ -52,6 +53,23 @@ DFLASH_OF_THE_LIBRARY: dict[str, Any] = {
     "aux_hidden_state_layer_ids": [0, 2],
     "mask_token_id": MASK,
 }
+RANK = 6
+CANDIDATES = 8
+DFLASH2: dict[str, Any] = {
+    **DFLASH_OF_THE_LIBRARY,
+    "speculators_model_type": "dflash2",
+    **{"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": CANDIDATES},
+}
+DSPARK: dict[str, Any] = {
+    **DFLASH_OF_THE_LIBRARY,
+    "speculators_model_type": "dspark",
+    **{"markov_rank": RANK, "markov_head_type": "vanilla", "sample_from_anchor": True},
+}
+XPRESS: dict[str, Any] = {
+    **DFLASH_OF_THE_LIBRARY,
+    "speculators_model_type": "xpress",
+    **{"xpress_rank": RANK, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6},
+}
 PEAGLE: dict[str, Any] = {
     "architectures": ["PEagleSpeculator"],
     "speculators_model_type": "peagle",
@@ -75,6 +93,40 @@ def dflash_tensors(states: int = 2) -> dict[str, Tensor]:
         named |= layer(generator, f"layers.{n}", into=HIDDEN, head_norms=True)
         named[f"layers.{n}.input_layernorm.weight"] = random(generator, HIDDEN)
     return named
+
+
+def dflash2_tensors(taps: int = 2, group: int = 4) -> dict[str, Tensor]:
+    """With convolutions in both layers, and a selector."""
+    generator = torch.Generator().manual_seed(7)
+    named = {}
+    for name in (f"layers.{n}.{part}_conv" for n in range(2) for part in ("attention", "mlp")):
+        named[f"{name}.base_kernel"] = torch.randn(2, taps, HIDDEN, generator=generator)
+        named[f"{name}.kernel_projection.weight"] = random(generator, 2 * taps * HIDDEN // group, HIDDEN)
+    for side in ("predecessor", "successor"):
+        named[f"candidate_selector.{side}_codebook"] = torch.randn(VOCABULARY, RANK, generator=generator)
+    named["candidate_selector.hidden_projection.weight"] = random(generator, RANK, HIDDEN)
+    return dflash_tensors() | named
+
+
+def dspark_tensors(kind: str = "vanilla", columns: int = VOCABULARY) -> dict[str, Tensor]:
+    """With a Markov head of this kind for so many columns."""
+    generator = torch.Generator().manual_seed(8)
+    shapes: dict[str, tuple[int, ...]] = {"markov_w1.weight": (VOCABULARY, RANK), "markov_w2.weight": (columns, RANK)}
+    if kind == "gated":
+        shapes |= {"gate_proj.weight": (RANK, HIDDEN + RANK), "gate_proj.bias": (RANK,)}
+    if kind == "rnn":
+        shapes |= {"joint_proj.weight": (3 * RANK, HIDDEN + 2 * RANK), "joint_proj.bias": (3 * RANK,)}
+    named = {f"markov_head.{name}": random(generator, *shape) for name, shape in shapes.items()}
+    return dflash_tensors() | named
+
+
+def xpress_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    shapes: dict[str, tuple[int, ...]] = {"token_embed": (VOCABULARY, RANK), "readout": (VOCABULARY, RANK)}
+    shapes |= {"down_h": (RANK, HIDDEN), "down_g": (RANK, HIDDEN), "in_proj": (RANK, 3 * RANK)}
+    shapes |= {"mlp_gate": (12, RANK), "mlp_up": (12, RANK), "mlp_down": (RANK, 12)}
+    named = {f"refiner_head.{name}.weight": random(generator, *shape) for name, shape in shapes.items()}
+    return dflash_tensors() | named | {"refiner_head.mix_l": random(generator, RANK, BLOCK, BLOCK)}
 
 
 def peagle_tensors() -> dict[str, Tensor]:
@@ -109,6 +161,10 @@ def drafting_for(target: Model, method: str, folder: Path, ahead: int = 4, width
         return pard_draft(target, ahead, width)
     if method == "dflash":
         blocks = DFlashNetwork(save(folder, DFLASH, dflash_tensors()), weights(), target.slots)
+        return NetworkSpeculator(Blocks(blocks, limits))
+    if method == "dspark":
+        checkpoint = save(folder, DSPARK, dspark_tensors())
+        blocks = DFlashNetwork(checkpoint, weights(), target.slots, None, method, MarkovHead)
         return NetworkSpeculator(Blocks(blocks, limits))
     checkpoint = save(folder, PEAGLE, peagle_tensors())
     network = Eagle3Network(checkpoint, weights(), target.slots, method="peagle")

@@ -53,6 +53,9 @@ QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.p
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
 MIXED_BITS = ("field/test_mixed_bits.py",)
 PACKED_HEADS = ("exactness/test_packed_heads.py",)
+LIBRARY_HEADS = ("speculators_library/test_guesses.py",)
+BLOCKS = ("unit/drafting/test_draft_guesses.py",)
+CORRECTED_BLOCKS = ("unit/drafting/test_corrected_blocks.py",)
 DEQUANTISED = ("unit/gguf/test_gguf_names.py", "unit/gguf/test_gguf_config.py")
 SCHEDULER = ("unit/engine/test_scheduler.py", "unit/engine/test_slot_pool.py", "unit/engine/test_engine.py")
 CODEC = ("unit/wire/test_node_codec.py", "contract/test_frames.py")
@@ -1675,6 +1678,132 @@ MUTANTS = (
         "self.on_cancel()",
         "pass",
         ("contract/test_background.py",),
+    ),
+    Mutant(
+        "layers of a head that slide see all positions",
+        "paceline/drafting/heads/llama_head.py",
+        "                window=window,\n",
+        "",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "layers of a block that slide see later positions",
+        "paceline/drafting/heads/dflash_config.py",
+        "size > 0 and not non_causal",
+        "False",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "DFlash2 layers that slide are causal if the configuration says nothing",
+        "paceline/drafting/heads/dflash_config.py",
+        'method == "dflash2"',
+        "False",
+        CORRECTED_BLOCKS,
+    ),
+    Mutant(
+        "a block sees one position more than its window",
+        "paceline/drafting/methods/dflash.py",
+        "path[-self._window :]",
+        "path[-self._window - bool(self._window) :]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "DSpark blocks whose configuration says nothing begin after the anchor",
+        "paceline/drafting/heads/dflash_config.py",
+        'default = relative_of(checkpoint) == "dspark"',
+        "default = False",
+        CORRECTED_BLOCKS,
+    ),
+    Mutant(
+        "a block's convolution sees later positions",
+        "paceline/drafting/heads/block_convolution.py",
+        "F.pad(blocks, (0, 0, 0, 0, tap, 0))[:, : self._block]",
+        "F.pad(blocks, (0, 0, 0, 0, 0, tap))[:, tap:]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "candidates are chosen by the root, whatever was guessed",
+        "paceline/drafting/methods/dflash2.py",
+        "path[-1] if path else block.tokens[-1]",
+        "block.tokens[-1]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "tokens that are no candidates are guessed",
+        "paceline/drafting/methods/dflash2.py",
+        "min(self._count, logits.shape[-1])",
+        "logits.shape[-1]",
+        CORRECTED_BLOCKS,
+    ),
+    Mutant(
+        "of a block after the anchor the anchor comes before one position",
+        "paceline/drafting/methods/dspark.py",
+        "[[block.tokens[-1]] * (1 + self._first) + [*path]",
+        "[[*block.tokens[1 - self._first :], *path]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a Markov head's gate reads the guess before the state",
+        "paceline/drafting/methods/dspark.py",
+        "torch.cat((h, e), -1)",
+        "torch.cat((e, h), -1)",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a recurrent Markov head keeps what its gate forgets",
+        "paceline/drafting/methods/dspark.py",
+        "torch.lerp(torch.tanh(candidate), s, torch.sigmoid(gate))",
+        "torch.lerp(s, torch.tanh(candidate), torch.sigmoid(gate))",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a refiner mixes positions by the transposed matrix",
+        "paceline/drafting/methods/xpress.py",
+        "self._mix[:, position, : position + 1]",
+        "self._mix[:, : position + 1, position]",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a refiner's mean leaves the root's position out",
+        "paceline/drafting/methods/xpress.py",
+        "self._mean(states.mean(1))",
+        "self._mean(states[:, 1:].mean(1))",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "a refiner does not know the token before the root",
+        "paceline/drafting/methods/xpress.py",
+        "*block.tokens[1 - self._first :], *path",
+        "*[block.tokens[-1]] * (1 + self._first), *path",
+        LIBRARY_HEADS,
+    ),
+    Mutant(
+        "paths below nodes that survived are not looked at",
+        "paceline/drafting/block.py",
+        "for path, node in self._nodes.items()\n            if len(path) == length and",
+        "for path, node in self._nodes.items()\n            if len(path) < 0 and",
+        BLOCKS,
+    ),
+    Mutant(
+        "paths of all requests are scored in the first one's block",
+        "paceline/drafting/block.py",
+        "score([beam.block for beam, _ in asked],",
+        "score([asked[0][0].block] * len(asked),",
+        BLOCKS,
+    ),
+    Mutant(
+        "what follows a path is kept when the root moves",
+        "paceline/drafting/block.py",
+        "        self.ranked.clear()\n",
+        "",
+        BLOCKS,
+    ),
+    Mutant(
+        "draws along a path are predicted with the noise after the root",
+        "paceline/drafting/block.py",
+        "self.request.tree.position + 1 + len(path)",
+        "self.request.tree.position + 1",
+        BLOCKS,
     ),
     Mutant(
         "a graph of a draft is replayed with old positions",

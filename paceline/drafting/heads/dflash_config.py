@@ -1,4 +1,7 @@
-"""The configuration of a DFlash draft, in z-lab's original format or the speculators library's."""
+"""The configuration of a DFlash draft or a relative of it, in z-lab's original format or the speculators library's.
+
+Sources: z-lab's dflash at 44947fbf; speculators 0.9.0; of DSpark and DFlash2 outside the library, vLLM 0.32.0.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.drafting.heads.head_config import is_speculators_format, mask_token, require_layers
+from paceline.drafting.heads.head_config import is_speculators_format, mask_token, require_layers, windows
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.target_weights import TargetWeights
 
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 """In vLLM's order."""
-UNSUPPORTED_RELATIVES = {
-    "dspark": ("markov_rank", "markov_head_type"),
-    "dflash2": ("conv_kernel_size", "selector_rank"),
-    "xpress": ("xpress_rank", "xpress_mlp_ratio"),
+RELATIVES = {
+    "dspark": (("markov_rank", "markov_head_type"), "markov_head.markov_w1.weight"),
+    "dflash2": (("selector_rank", "selector_top_k"), "candidate_selector.successor_codebook"),
+    "xpress": (("xpress_rank", "xpress_mlp_ratio"), "refiner_head.readout.weight"),
 }
-"""Methods that need more than one pass of a DFlash network, and their configuration keys."""
-UNSUPPORTED_KEYS = ("use_swa", "attention_sink_bias", "attention_value_scale")
-"""Keys of `dflash_config` for attention variants."""
+"""Methods that correct what a DFlash network predicts: their configuration keys, and a tensor that only they have."""
+NEUTRAL = {
+    **{"use_swa": False, "attention_sink_bias": False, "attention_value_scale": None},
+    **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0},
+}
+"""Keys of `dflash_config` for variants, and the value without effect."""
+RELATIVES_FIELDS = {
+    *("speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config"),
+    *("draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id"),
+    *("sliding_window_non_causal", "sample_from_anchor", "is_causal"),
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes"),
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings"),
+    *("_name_or_path", "has_no_defaults_at_init"),
+}
+"""Keys of the library's relatives that are used here or change no guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +60,28 @@ class DFlashConfig:
         return self.block - self.first_offset
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, target: TargetWeights, decoder: Any, rows: int | None) -> DFlashConfig:
+    def of(
+        cls, checkpoint: Checkpoint, target: TargetWeights, decoder: Any, rows: int | None, method: str
+    ) -> DFlashConfig:
         """`decoder`: the configuration of the draft's layers. `rows`: of the embedding that has the mask token; None:
-        the mask has an embedding of its own. Raises `CheckpointError` for an unsupported variant or another target."""
-        types = getattr(decoder, "layer_types", None) or ["full_attention"] * int(decoder.num_hidden_layers)
-        sliding = [kind == "sliding_attention" and bool(decoder.sliding_window) for kind in types]
-        # Original drafts set one flag for all layers. The library trains sliding layers as causal by default.
+        the mask has an embedding of its own. Raises `CheckpointError` for another method or target, or an unsupported
+        variant."""
+        sizes = windows(decoder)
+        # Original drafts set one flag for all layers. The library trains sliding layers as causal by default, but those
+        # of DFlash2.
         config = checkpoint.config
         all_causal = config.get("is_causal", _dflash_section(config).get("causal"))
         if all_causal is None:
-            causal = [each and not config.get("sliding_window_non_causal", False) for each in sliding]
+            non_causal = config.get("sliding_window_non_causal", method == "dflash2")
+            causal = [size > 0 and not non_causal for size in sizes]
         else:
-            causal = [bool(all_causal)] * len(sliding)
+            causal = [bool(all_causal)] * len(sizes)
         return cls(
-            configured_layers(checkpoint, target),
+            configured_layers(checkpoint, target, method),
             _block(checkpoint),
             mask_token(checkpoint, {**config, **_dflash_section(config)}, MASK_KEYS, rows),
             _first_offset(checkpoint),
-            [int(decoder.sliding_window) if each else 0 for each in sliding],
+            sizes,
             causal,
         )
 
@@ -70,9 +91,9 @@ def tokens_per_pass(checkpoint: Checkpoint) -> int:
     return _block(checkpoint) - _first_offset(checkpoint)
 
 
-def configured_layers(checkpoint: Checkpoint, target: TargetWeights) -> Sequence[int]:
+def configured_layers(checkpoint: Checkpoint, target: TargetWeights, method: str = "dflash") -> Sequence[int]:
     """The target's layers whose hidden states the draft needs. Raises `CheckpointError`."""
-    _refuse_unsupported(checkpoint)
+    _refuse_unsupported(checkpoint, method)
     advice = "choose a draft for this model"
     if is_speculators_format(checkpoint):
         layers = [int(n) for n in checkpoint.config.get("aux_hidden_state_layer_ids") or ()]
@@ -104,20 +125,48 @@ def _zlab_target_layers(checkpoint: Checkpoint, target: TargetWeights) -> Sequen
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
 
 
-def _refuse_unsupported(checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointError` for a checkpoint that is not a plain DFlash."""
+def setting(checkpoint: Checkpoint, key: str, default: Any = None) -> Any:
+    """A value in config.json, where z-lab's own keys may stand in `dflash_config`."""
     config = checkpoint.config
-    for name, keys in UNSUPPORTED_RELATIVES.items():
-        tensor = checkpoint.find("markov_head.markov_w1.weight") if name == "dspark" else None
-        if config.get("speculators_model_type") == name or any(key in config for key in keys) or tensor:
-            raise CheckpointError(f"{checkpoint} is a {name} draft, which is not served yet: take a dflash one")
-    variant = next((key for key in UNSUPPORTED_KEYS if _dflash_section(config).get(key)), None)
+    return config.get(key, _dflash_section(config).get(key, default))
+
+
+def size_setting(checkpoint: Checkpoint, key: str) -> int:
+    """A size that config.json must name. Raises `CheckpointError` if it is no positive number."""
+    value = setting(checkpoint, key)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json in {checkpoint} has {key} {value!r}, and no number of 1 or more")
+    return value
+
+
+def relative_of(checkpoint: Checkpoint) -> str:
+    """`dflash`, or the relative of it that the checkpoint is for, if it is for any of them."""
+    config = checkpoint.config
+    if is_speculators_format(checkpoint):
+        return str(config["speculators_model_type"])
+    for name, (keys, tensor) in RELATIVES.items():
+        if checkpoint.find(tensor) or any(key in config or key in _dflash_section(config) for key in keys):
+            return name
+    return "dflash"
+
+
+def _refuse_unsupported(checkpoint: Checkpoint, method: str) -> None:
+    """Raises `CheckpointError` for a checkpoint of another method, or a variant."""
+    config = checkpoint.config
+    if (name := relative_of(checkpoint)) != method:
+        raise CheckpointError(f"{checkpoint} is a draft for method {name}: set that one, or leave the method out")
+    section = _dflash_section(config)
+    variant = next((key for key, neutral in NEUTRAL.items() if section.get(key, neutral) != neutral), None)
+    if is_speculators_format(checkpoint) and method in RELATIVES:
+        variant = next((key for key, value in config.items() if value and key not in RELATIVES_FIELDS), variant)
     if variant is None and config.get("is_neox_style") is False:
         variant = "is_neox_style"
+    if variant is None and (config.get("logit_scale") or 1.0) != 1.0:
+        variant = "logit_scale"
     if variant is None and (checkpoint.find("g_proj.weight") or checkpoint.find("aux_hidden_norms.0.weight")):
         variant = "g_proj"
     if variant is not None:
-        raise CheckpointError(f"{checkpoint} is a variant of dflash with {variant}, which is not served yet")
+        raise CheckpointError(f"{checkpoint} is a variant of {method} with {variant}, which is not served yet")
 
 
 def _dflash_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,4 +184,5 @@ def _block(checkpoint: Checkpoint) -> int:
 
 def _first_offset(checkpoint: Checkpoint) -> int:
     config = checkpoint.config
-    return 0 if _dflash_section(config).get("sample_from_anchor") or config.get("sample_from_anchor") else 1
+    default = relative_of(checkpoint) == "dspark"
+    return 0 if _dflash_section(config).get("sample_from_anchor", config.get("sample_from_anchor", default)) else 1

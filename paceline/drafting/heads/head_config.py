@@ -23,6 +23,7 @@ DECODERS = ("llama", "qwen3")
 """Decoders of heads. Uploads of other decoders name `llama`, too; their tensors tell which they are."""
 UNSUPPORTED_LAYER_TYPES = ("cohere", "deepseek", "kimi", "llama4", "minicpm", "mistral_large")
 """Prefixes of model types whose layers have the tensor names of a Llama and compute something else."""
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 MLA_TENSORS = ("self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_b_proj.weight")
 """Tensors of multi-head latent attention."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -49,7 +50,7 @@ class PlainDecoder:
     def of(cls, keys: Mapping[str, Any]) -> PlainDecoder | None:
         """None if `keys` say less or more."""
         sizes: dict[str, Any] = {each.name: keys.get(each.name) for each in fields(cls)}
-        scaled = keys.get("rope_scaling") or keys.get("rope_parameters")
+        scaled = any(keys.get(key) for key in ("rope_scaling", "rope_parameters", "partial_rotary_factor"))
         slides = keys.get("use_sliding_window") or not {"full_attention"}.issuperset(keys.get("layer_types") or ())
         others = scaled or slides or keys.get("hidden_act", "silu") != "silu"
         numbers = all(type(sizes[name]) is int or name in FLOATS for name in sizes)
@@ -117,12 +118,26 @@ def _refuse_unsupported(config: Any, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{checkpoint} has num_hidden_layers {config.num_hidden_layers}: a head has 1 or more")
     if not isinstance(theta := (config.rope_parameters or {}).get("rope_theta"), int | float):
         raise CheckpointError(f"{checkpoint} has rope_theta {theta!r}, and no number")
+    if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+        raise CheckpointError(
+            f"{checkpoint} has layers of type {min(others)!r} in layer_types, which cannot be run yet"
+        )
     if config.hidden_act != "silu":
         raise CheckpointError(f"{checkpoint} has hidden_act {config.hidden_act!r}: only heads with 'silu' can be run")
+    if (part := (config.rope_parameters or {}).get("partial_rotary_factor") or 1.0) != 1.0:
+        raise CheckpointError(f"{checkpoint} has partial_rotary_factor {part!r}: only heads that rotate all can be run")
     rotary = (config.rope_parameters or {}).get("rope_type", "default")
     if rotary not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise CheckpointError(f"{checkpoint} has a rotary embedding of type {rotary!r}: only {known} can be run")
+
+
+def windows(config: PlainDecoder | PretrainedConfig) -> Sequence[int]:
+    """By layer, the positions that it sees; 0: all. The speculators library trains layers that slide unless told
+    otherwise."""
+    types = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
+    size = int(getattr(config, "sliding_window", None) or 0)
+    return [size if kind == "sliding_attention" else 0 for kind in types]
 
 
 def is_speculators_format(checkpoint: Checkpoint) -> bool:

@@ -67,6 +67,11 @@ class HeadWeights:
         self._taken.add(name)
         return self._checkpoint.tensor(self._stored_name(name), self._target.dtype, self._target.device)
 
+    def take_padded(self, name: str, rows: int, width: int) -> Tensor:
+        """[rows, width] of a matrix that may have up to `MAX_PADDING_ROWS` more."""
+        found = self.shape(name)[0]
+        return self.take(name, found if rows <= found < rows + MAX_PADDING_ROWS else rows, width)[:rows]
+
     def take_optional(self, name: str, *shape: int) -> Tensor | None:
         """None if there is no such tensor."""
         return self.take(name, *shape) if name in self else None
@@ -88,7 +93,7 @@ class HeadWeights:
         name, target = "lm_head.weight", self._target
         columns = target.vocabulary_size if ids is None else len(ids)
         if name in self or width != target.hidden_size:
-            own = self.take(name, max(columns, self.shape(name)[0]), width)[:columns]
+            own = self.take_padded(name, columns, width)
             if ids is not None or width != target.hidden_size or not _is_output_of(target, own):
                 return own
         return target.output if ids is None else _output_rows(target, ids)

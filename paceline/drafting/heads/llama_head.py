@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.config.engine_config import Quantization
 from paceline.drafting.best_first import RowOutput
-from paceline.drafting.heads.head_config import head_rotary
+from paceline.drafting.heads.head_config import head_rotary, windows
 from paceline.drafting.heads.head_network import HeadNetwork
 from paceline.drafting.heads.head_weights import HeadWeights, OutputProjection
 from paceline.model.attention import Heads, KVCache, Pass
@@ -157,7 +157,7 @@ def llama_layers(
     keys = heads.kv_heads * heads.head_size
     queries = keys * heads.queries_per_kv
     layers = []
-    for index in range(int(config.num_hidden_layers)):
+    for index, window in enumerate(windows(config)):
         name, attention = f"layers.{index}", f"layers.{index}.self_attn"
         width = h if index else first_width
         biased = any(f"{attention}.{each}_proj.bias" in weights for each in "qkv")
@@ -180,6 +180,7 @@ def llama_layers(
                 gate=weights.take(f"{name}.mlp.gate_proj.weight", inner, h),
                 up=weights.take(f"{name}.mlp.up_proj.weight", inner, h),
                 down=weights.take(f"{name}.mlp.down_proj.weight", h, inner),
+                window=window,
             )
         )
     return layers

@@ -85,7 +85,7 @@ class Eagle3Network(LlamaHead):
             quantization=quantization,
         )
         self._scale = float(keys.get("logit_scale", 1.0))
-        self._encoder = _StateEncoder(weights, len(layers), target.hidden_size, h, eps)
+        self._encoder = _StateEncoder(checkpoint, weights, len(layers), target.hidden_size, h, eps)
         weights.refuse_unused("EAGLE-3 heads", but=("t2d", "mask_hidden"))  # `peagle` reads mask_hidden
 
     def encode(self, states: Tensor) -> Tensor:
@@ -103,13 +103,18 @@ class Eagle3Network(LlamaHead):
 class _StateEncoder:
     """Hidden states [n, layers, H] as one vector [n, h]: `fc`, after one norm of all states or one norm of each."""
 
-    def __init__(self, weights: HeadWeights, layers: int, width: int, h: int, eps: float) -> None:
-        """`width`: the target's hidden size."""
+    def __init__(
+        self, checkpoint: Checkpoint, weights: HeadWeights, layers: int, width: int, h: int, eps: float
+    ) -> None:
+        """`width`: the target's hidden size. Raises `CheckpointError` if a tensor is missing or does not fit."""
         joint = weights.take_optional("input_norm.weight", layers * width)
         self._joint_norm = None if joint is None else RMSNorm(joint, eps)
         candidates = [f"fc_norm.{i}.weight" for i in range(layers)], [f"{name}.weight" for name in AUX_NORMS[:layers]]
         names = next((names for names in candidates if any(name in weights for name in names)), [])
         self._norms = [RMSNorm(weights.take(name, width), eps) for name in names]
+        for key, found in (("norm_before_fc", joint is not None), ("fc_norm", bool(names))):
+            if checkpoint.config.get(key) and not found:
+                raise CheckpointError(f"{checkpoint} has {key} and no tensor of such a norm: it is incomplete")
         has_fc = "fc.weight" in weights or layers > 1 or width != h
         self._fc = Linear(weights.take("fc.weight", h, layers * width)) if has_fc else None
 

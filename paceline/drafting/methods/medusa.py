@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.drafting.block import Blocks, ContextSpans, RequestedPasses
+from paceline.drafting.block import Blocks, ContextSpans, DraftBlock, PathScorer, RequestedPasses
 from paceline.drafting.heads.head_network import RootStateNetwork
 from paceline.drafting.heads.head_weights import HeadWeights, normalised_name
 from paceline.drafting.method_registry import MethodInputs
@@ -48,6 +48,7 @@ class MedusaHeads(RootStateNetwork):
 
     scratch_slots = 0
     sees_paths = True
+    scorer: PathScorer | None = None
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class MedusaHeads(RootStateNetwork):
             logits.append(output(z))
         return torch.stack(logits, 1)
 
-    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Tensor:
-        return self(self.root_states([request for request, _ in requested])).flatten(0, 1)
+    def run(self, context: ContextSpans, requested: RequestedPasses, free: Sequence[int]) -> Sequence[DraftBlock]:
+        return list(map(DraftBlock, self(self.root_states([request for request, _ in requested]))))
 
 
 def build(inputs: MethodInputs) -> Speculator:

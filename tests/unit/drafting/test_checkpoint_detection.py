@@ -51,6 +51,7 @@ def with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (renamed(eagle3_tensors(columns=3), in_the_library) | reduced([1, 5, 7]), {}, "eagle3"),
         (eagle3_tensors() | {"mask_hidden": ONE}, {"ptd_token_id": 5}, "peagle"),
         (PLAIN, {}, "draft_model"),
+        (PLAIN, {"conv_kernel_size": 4}, "draft_model"),
         (PLAIN, {"pard_token": 31}, "pard"),
         (PLAIN, {"num_nextn_predict_layers": 0}, "draft_model"),
         (PLAIN, {"num_nextn_predict_layers": 1}, "mtp"),
@@ -67,7 +68,10 @@ def with_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (eagle3_tensors(), {"speculators_model_type": "peagle"}, "peagle"),
         (eagle_tensors(), {"speculators_model_type": "eagle"}, "eagle"),
         (PLAIN, {"speculators_model_type": "eagle3"}, "eagle3"),
-        (PLAIN, {"speculators_model_type": "dflash2"}, "dflash"),
+        (PLAIN, {"dflash_config": {"selector_rank": 8}}, "dflash2"),
+        (PLAIN | {"markov_head.markov_w1.weight": ONE}, {"dflash_config": {}}, "dspark"),
+        (PLAIN, {"speculators_model_type": "dflash2"}, "dflash2"),
+        (PLAIN, {"speculators_model_type": "dspark", "markov_rank": 0}, "dspark"),
         (PLAIN, {"speculators_model_type": "xpress", "xpress_rank": 256}, "xpress"),  # as speculators 0.9 writes it
         (PLAIN, {"speculators_model_type": "mtp"}, "mtp"),
     ],
@@ -107,11 +111,6 @@ class TestConfiguration:
     @pytest.mark.parametrize("name", ["table:64", "pydoc-draft"])
     def test_models_that_ship_with_the_package(self, name: str) -> None:
         assert detect_method(SpeculativeConfig(model=name)).method == "draft_model"
-
-    def test_an_unsupported_format_is_named(self, tmp_path: Path) -> None:
-        save_head(tmp_path, PLAIN, {"speculators_model_type": "dspark"})
-        with pytest.raises(CheckpointError, match="method 'dspark', which is known and not supported"):
-            detect_method(SpeculativeConfig(model=str(tmp_path)))
 
     def test_nothing_there(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError, match="no model at"):

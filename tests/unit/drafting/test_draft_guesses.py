@@ -25,6 +25,7 @@ from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head
 from tests.helpers.head_methods import (
     AHEAD,
+    CORRECTED,
     HEAD_METHODS,
     MATRICES,
     NETWORK,
@@ -41,8 +42,8 @@ from tests.unit.drafting.drafting_formulas import DEPTH, Drafting, children_of, 
 from tests.unit.drafting.feeding import Feeding
 
 METHODS = (*HEAD_METHODS, "pard")
-PRODUCTS = (*PARALLEL, "pard")
-"""Their trees are products of one distribution per depth."""
+BLOCKS = (*PARALLEL, *CORRECTED, "pard")
+"""They take the likeliest of all paths, and keep what one pass gave."""
 MASKED = ("peagle", "dflash", "pard")
 """Of a guess's path their rules of sampling see only that it is there."""
 TOLERANCES = {"medusa": 1e-4, "mlp_speculator": 1e-4, "eagle": 2e-2}
@@ -93,7 +94,7 @@ class TestDistributions:
 
     def test_after_a_prompt_of_one_token_the_first_commit_has_the_first_state(self, method: Method) -> None:
         request = method.request([5])
-        assert bool(request.grow()) == (method.name in ("dflash", "pard")), "only these need no state"
+        assert bool(request.grow()) == (method.name in (*CORRECTED, "dflash", "pard")), "only these need no state"
         request.commit([7])
         method.check_whole(request)
 
@@ -165,7 +166,7 @@ class TestLimits:
         assert len(request.grow()) == 1
         request.limit(1, 1000)
         more = [len(path) for path, _ in request.grow()]
-        assert more == [1] if method.name in PRODUCTS else not more, "only a product's distributions are kept"
+        assert more == [1] if method.name in BLOCKS else not more, "only a block's distributions are kept"
 
     def test_unlikely_paths_are_not_guessed(self, method: Method) -> None:
         request = method.request(PROMPT)
@@ -180,7 +181,7 @@ class TestLimits:
     def test_the_likeliest_nodes_come_first(self, method: Method, nodes: int) -> None:
         everything = path_log_probs(method.request(PROMPT))
         chosen = path_log_probs(method.request(PROMPT, nodes=nodes))
-        if method.name in PRODUCTS:
+        if method.name in BLOCKS:
             likeliest = sorted(everything, key=lambda path: -everything[path])[:nodes]
             assert chosen.keys() == set(likeliest)
         else:

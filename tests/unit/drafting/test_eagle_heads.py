@@ -168,6 +168,8 @@ OWN_EMBEDDING, NARROW_EMBEDDING = (
     {"embed_tokens.weight": torch.randn(rows, width, generator=torch.Generator().manual_seed(2))}
     for rows, width in ((VOCABULARY + 8, HIDDEN), (VOCABULARY, 32))
 )
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 6}
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 NESTED_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 BASE = Shape(theta=5e5)
 EAGLE3_VARIANTS = {
@@ -187,6 +189,7 @@ EAGLE3_VARIANTS = {
         llama_config(num_hidden_layers=3),
         formula={"others": ["layers.1", "layers.2"]},
     ),
+    "a layer that slides": Variant(PLAIN, llama_config(**SLIDING), formula={"shape": Shape(window=6)}),
     "a norm before fc": Variant(PLAIN | norms("input_norm", width=3 * HIDDEN)),
     "a norm of each state": Variant(PLAIN | STATE_NORMS),
     "a norm of each state by SGLang's names": Variant(PLAIN | STATE_NORMS, stored=PLAIN | AUX_NORMS),
@@ -345,6 +348,10 @@ def refused(kind: str, folder: Path, target: TargetWeights, complaint: str, **op
         ("eagle", {"rope_scaling": {"type": "mystery"}}, "'mystery'"),
         ("eagle", {"rope_scaling": {"type": "yarn"}}, "describes no decoder: .*factor"),
         ("eagle", {"hidden_act": "gelu"}, "'gelu'"),
+        ("eagle", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5"),
+        ("eagle3", {"rope_parameters": HALF_ROTATED}, "has partial_rotary_factor 0.5"),
+        ("eagle3", {"norm_before_fc": True}, "has norm_before_fc and no tensor of such a norm"),
+        ("eagle3", {"fc_norm": True}, "has fc_norm and no tensor of such a norm"),
         ("eagle3", {"hidden_size": 128}, "is a head for hidden size 128, target has 64: choose one for it"),
         ("eagle3", {"target_hidden_size": 4096}, "is a head for hidden size 4096, target has 64: choose one for it"),
         ("eagle3", {BOTH: [2, 16, 29]}, r"needs the states of layers \[2, 16, 29\], target has 8"),

@@ -17,6 +17,7 @@ from paceline import family
 from paceline.drafting.heads.head_config import PlainDecoder, head_config, head_rotary
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from tests.helpers.checkpoints import change_config
+from tests.helpers.head_checkpoints import llama_config, save_head
 
 HEADS = ("pydoc-eagle", "pydoc-eagle3", *family.PUBLISHED_HEADS.values())
 
@@ -44,6 +45,7 @@ def test_its_keys_and_angles_are_those_of_transformers(
     [
         {"head_dim": None},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"partial_rotary_factor": 1.0},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         {"layer_types": ["sliding_attention"], "sliding_window": 64},
         {"num_hidden_layers": "1"},
@@ -60,6 +62,20 @@ def test_transformers_reads_all_others(changes: dict[str, object], tmp_path: Pat
             head_config(Checkpoint(tmp_path))
     else:
         assert not isinstance(head_config(Checkpoint(tmp_path)), PlainDecoder)
+
+
+@pytest.mark.parametrize(
+    ("types", "complaint"),
+    [
+        (["sliding_attention"] * 2, "describes no decoder: .*layer_types"),
+        (["chunked_attention"], "has layers of type 'chunked_attention' in layer_types"),
+    ],
+)
+def test_layers_of_another_number_or_kind_are_refused(types: list[str], complaint: str, tmp_path: Path) -> None:
+    config = llama_config(layer_types=types, sliding_window=64)
+    checkpoint = Checkpoint(save_head(tmp_path, {"fc.weight": torch.zeros(1)}, config))
+    with pytest.raises(CheckpointError, match=complaint):
+        head_config(checkpoint)
 
 
 def test_a_head_in_the_targets_process_takes_no_transformers() -> None:

@@ -28,7 +28,15 @@ from paceline.model.layers import Linear, TorchNetwork
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.head_checkpoints import random, read_tensors, save_bin, save_head, without
-from tests.helpers.head_methods import HEAD_METHODS, MATRICES, NETWORK, build_head, save_method, target_weights
+from tests.helpers.head_methods import (
+    CORRECTED,
+    HEAD_METHODS,
+    MATRICES,
+    NETWORK,
+    build_head,
+    save_method,
+    target_weights,
+)
 from tests.helpers.llamas import POSITIONS, VOCABULARY
 from tests.unit.drafting.feeding import Feeding
 
@@ -95,7 +103,9 @@ class TestHiddenStates:
 
 def test_a_speculator_describes_itself(method: str, head: Speculator, target: TargetWeights, tmp_path: Path) -> None:
     config = SpeculativeConfig(method=method, model=str(tmp_path))  # type: ignore[arg-type]
-    layers = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 3)}.get(method, (3,))
+    layers = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 3), **dict.fromkeys(CORRECTED, (0, 2))}.get(
+        method, (3,)
+    )
     assert (head.description.method, head.description.model, head.description.vocabulary_fingerprint) == (
         method,
         tmp_path.name,
