@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from paceline.drafting.method_registry import UNPACKED, hidden_state_layers
 from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.gguf.gguf_config import GgufSettings
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
-from paceline.model.attention import ATTENTION, SPARE_SLOTS, Heads, KVCache
+from paceline.model.attention import ATTENTION, NO_HEADS, SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.decoder import discover_layers, is_llama_kind, kept_states
 from paceline.model.device_memory import device_memory, gigabytes
@@ -178,32 +178,38 @@ def _as_target(config: Any, dtype: torch.dtype, model: str, engine: EngineConfig
 def model_memory(network: Any, engine: EngineConfig, packed: int | None = None) -> WorkerMemory:
     """Of an outlined model's process, or of each rank. `packed`: bytes of its weights if they stay packed."""
     config = network.config.get_text_config(decoder=True)
-    heads, size, dtype = Heads.of(config), engine.tensor_parallel_size, next(network.parameters()).dtype
+    size, dtype = engine.tensor_parallel_size, next(network.parameters()).dtype
+    weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
+    if packed is None and size == 1 and not is_llama_kind(network.config):
+        return _layered_memory(network, weights, engine)
+    heads = Heads.of(config)
     if size > 1:
         from paceline.model.parallel.sharding import heads_per_rank  # a model of one process does not load it
 
         heads = heads_per_rank(heads, network.tp_plan or {}, size)
-    weights = sum(each.nbytes // (size if "layers." in name else 1) for name, each in network.named_parameters())
-    # As `make_model` decides. Ranks capture no graphs of transformers' forward.
-    by_transformers = packed is None and size == 1 and not is_llama_kind(network.config)
-    weights = weights if packed is None else packed
-    need = _with_cache(weights, config, heads, dtype, engine, graphs_have_logits=by_transformers)
-    return _with_states(need, network, int(config.num_hidden_layers), heads, engine) if by_transformers else need
+    return _with_cache(weights if packed is None else packed, config, heads, dtype, engine)
 
 
-def _with_states(need: WorkerMemory, network: Any, layers: int, heads: Heads, engine: EngineConfig) -> WorkerMemory:
-    """The need of a model whose layers may keep states: those have no keys and values."""
+def _layered_memory(network: Any, weights: int, engine: EngineConfig) -> WorkerMemory:
+    """Of a `LayeredModel`, whose layers may differ in their heads, or keep states in place of keys and values."""
+    config, dtype = network.config.get_text_config(decoder=True), next(network.parameters()).dtype
     set_up_transformers()
-    if not intercept_states(network):
-        return need
     if network._can_set_experts_implementation():
-        network.set_experts_implementation("batched_mm")  # transformers' default has no shapes without numbers
+        network.set_experts_implementation("batched_mm")  # the shapes of transformers' default follow from numbers
+    network.config.pad_token_id = None  # forwards look for it among the tokens
+    intercept_states(network)
     network.set_attn_implementation(ATTENTION)
-    attending, shapes = discover_layers(network, layers, heads, next(network.parameters()))
+    heads, shapes = discover_layers(network, int(config.num_hidden_layers), next(network.parameters()).device)
     requests, guesses = kept_states(engine.max_num_seqs, engine.max_num_batched_rows)
     snapshots = engine.state_snapshots if engine.enable_prefix_caching else 0
-    states = shapes.nbytes(requests + snapshots, guesses)
-    return replace(need, bytes_per_slot=need.bytes_per_slot * len(attending) // layers, states=states)
+    slots = (KVCache.bytes_per_slot(1, own, dtype, head_width(own), engine.kv_cache_dtype) for own in heads.values())
+    largest = max(heads.values(), key=math.prod, default=NO_HEADS)
+    return WorkerMemory(
+        weights,
+        _activations(config, largest, dtype, engine, graphs_have_logits=True),
+        sum(slots),
+        shapes.nbytes(requests + snapshots, guesses),
+    )
 
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
@@ -220,13 +226,10 @@ def _with_cache(
     heads: Heads,
     dtype: torch.dtype,
     engine: EngineConfig,
-    *,
-    graphs_have_logits: bool = False,
 ) -> WorkerMemory:
     layers = int(config.num_hidden_layers)
     slot = KVCache.bytes_per_slot(layers, heads, dtype, head_width(heads), engine.kv_cache_dtype)
-    activations = _activations(config, heads, dtype, engine, graphs_have_logits=graphs_have_logits)
-    return WorkerMemory(weights, activations, slot)
+    return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 
 
 def _packed_bytes(tensor: GgufTensor, dtype: torch.dtype, device: torch.device) -> int:

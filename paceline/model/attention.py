@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -34,9 +34,8 @@ VECTOR_WIDTH = 64
 DIFFERENT_HEADS = "its layers differ in their attention heads: no cache for such models is known here"
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The shape of one model's attention."""
+class Heads(NamedTuple):
+    """The shape of attention, of a layer or of a whole model."""
 
     kv_heads: int
     queries_per_kv: int
@@ -360,17 +359,36 @@ def _partial(query: Tensor, kv: Tensor, mask: Tensor | None, options: AttentionO
     return (torch.softmax(scores, -1) @ value.float()).to(query.dtype), weight
 
 
-_current: ContextVar[tuple[Pass, list[int], Sequence[int] | None]] = ContextVar("pass")
+PassOfLayer = Callable[[int], tuple[Pass, int]]
+"""Of a layer: its pass, and its index in that pass' cache."""
+LayerHeads = dict[int, Heads]
+"""By layer. The head size is the larger one of keys and values."""
+
+_current: ContextVar[PassOfLayer | LayerHeads] = ContextVar("attention")
 
 
 @contextmanager
-def use_pass(this: Pass, cached: Sequence[int] | None = None) -> Iterator[list[int]]:
-    """Within it, `attention_interface` attends in this pass, and adds the layer to the list that this yields. `cached`:
-    the layers that the cache has; None: all."""
-    attended: list[int] = []
-    token = _current.set((this, attended, cached))
+def use_passes(of_layer: PassOfLayer) -> Iterator[None]:
+    """Within it, `attention_interface` attends in these passes."""
+    token = _current.set(of_layer)
     try:
-        yield attended
+        yield
+    finally:
+        _current.reset(token)
+
+
+def use_pass(this: Pass) -> AbstractContextManager[None]:
+    """As `use_passes`, for layers that share one cache."""
+    return use_passes(lambda layer: (this, layer))
+
+
+@contextmanager
+def note_heads() -> Iterator[LayerHeads]:
+    """Within it, `attention_interface` attends to nothing, and notes the heads of layers. Tensors may be on `meta`."""
+    noted: LayerHeads = {}
+    token = _current.set(noted)
+    try:
+        yield noted
     finally:
         _current.reset(token)
 
@@ -404,23 +422,26 @@ def attention_interface(
     current = _current.get(None)
     if current is None:
         raise ValueError("this model was loaded for paceline's row runner; call it through paceline.model")
-    this, attended, cached = current
     if unknown := sorted(name for name, given in others.items() if given is not None and name not in IGNORED_ARGUMENTS):
         raise ValueError(f"its attention takes what is not known here: {', '.join(unknown)}")
     if attention_mask is not None:
         raise ValueError("its attention has a mask of its own, which is not known here")
     if others.get("is_causal") is False:
         raise ValueError("its attention is not causal")
-    cache = this.cache
-    counts = cache.heads.kv_heads * cache.heads.queries_per_kv, cache.heads.kv_heads
-    if (query.shape[1], key.shape[1]) != counts or max(key.shape[-1], value.shape[-1]) > cache.width:
-        raise ValueError(DIFFERENT_HEADS)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    attended.append(layer)
+    heads = Heads(key.shape[1], query.shape[1] // key.shape[1], max(key.shape[-1], value.shape[-1]))
+    if isinstance(current, dict):
+        if layer in current:
+            raise ValueError(f"its layer {layer} attends twice: what it does with keys and values is not known here")
+        current[layer] = heads
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    this, index = current(layer)
+    cache = this.cache
+    if heads[:2] != cache.heads[:2] or heads.head_size > cache.width:
+        raise ValueError(DIFFERENT_HEADS)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (_pad_heads(t[0].transpose(0, 1), cache.width) for t in (query, key, value))
-    options = AttentionOptions(scale, sliding_window or 0, softcap or 0.0, s_aux)
-    out = this.attend(q, k, v, layer if cached is None else cached.index(layer), options)
+    out = this.attend(q, k, v, index, AttentionOptions(scale, sliding_window or 0, softcap or 0.0, s_aux))
     return out.view(1, q.shape[0], q.shape[1], cache.width)[..., : value.shape[-1]].contiguous(), None
 
 

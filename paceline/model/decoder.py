@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import ATTENTION, Heads, KVCache, Pass, TorchPass, use_pass
+from paceline.model.attention import ATTENTION, Heads, LayerHeads, Pass, note_heads
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.memory import GRAPH_LOGITS
 from paceline.model.gpu.paged_pass import PagedPass
@@ -31,7 +31,7 @@ from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_library import DTYPES
 from paceline.model.native.native_network import NativeNetwork
-from paceline.model.network_factory import Network, log_once, make_attention, make_network
+from paceline.model.network_factory import LayersAttention, Network, log_once, make_network
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
 from paceline.model.states.recurrences import StateReader
 from paceline.model.states.state_cache import StateCache
@@ -77,7 +77,6 @@ class Reference(NamedTuple):
 def make_model(
     network: nn.Module,
     info: ModelInfo,
-    heads: Heads,
     positions: int,
     sharding: Sharding | None = None,
     *,
@@ -89,8 +88,8 @@ def make_model(
     although tests do. Raises ValueError if the network cannot be run over rows.
     """
     if is_llama_kind(network.config):
-        return LlamaModel(network, info, heads, positions, sharding, verify=verify)
-    return LayeredModel(network, info, heads, positions, sharding)
+        return LlamaModel(network, info, positions, sharding, verify=verify)
+    return LayeredModel(network, info, positions, sharding)
 
 
 def is_llama_kind(config: Any) -> bool:
@@ -100,24 +99,25 @@ def is_llama_kind(config: Any) -> bool:
 
 
 @torch.inference_mode()
-def discover_layers(network: Any, layers: int, heads: Heads, like: Tensor) -> tuple[list[int], StateShapes]:
-    """The layers that attend by `attention_interface`, and the states that others read. `like`: a tensor of the dtype
-    and device of the network, which may be `meta`.
+def discover_layers(network: Any, layers: int, device: torch.device) -> tuple[LayerHeads, StateShapes]:
+    """The heads of layers that attend by `attention_interface`, and the states that others read. `device`: of the
+    network, which may be `meta`.
 
-    Raises ValueError if a layer attends twice, or if there are no states and a layer does not attend.
+    Raises ValueError if a layer attends twice, or to what an indexer chooses, or if there are no states and a layer does
+    not attend.
     """
-    table, shapes = SlotTable(range(1, GROUP + 1)), StateShapes()
-    cache = KVCache(layers, GROUP, heads, like.dtype, like.device)
-    this = TorchPass.of(cache, [table.row(0, i) for i in range(GROUP)])
-    with use_pass(this) as attended, use_reader(shapes):
-        network(input_ids=this.tokens.unsqueeze(0), position_ids=this.positions.unsqueeze(0), use_cache=False)
-    attending = sorted(set(attended))
-    if len(attended) != len(attending) or (len(attending) != layers and not shapes.calls):
+    if getattr(network.config.get_text_config(decoder=True), "index_topk", None):
+        raise ValueError("index_topk: its layers attend to what an indexer chooses, which is not known here")
+    shapes = StateShapes()
+    tokens = torch.zeros(1, GROUP, dtype=torch.int64, device=device)
+    with note_heads() as heads, use_reader(shapes):
+        network(input_ids=tokens, position_ids=torch.arange(GROUP, device=device).unsqueeze(0), use_cache=False)
+    if len(heads) != layers and not shapes.calls:
         raise ValueError(
-            f"its {layers} layers attend {len(attended)} times by way of transformers' attention interface, and "
-            "not once each: what else they do with keys and values is not known here"
+            f"{layers - len(heads)} of its {layers} layers do not attend by way of transformers' attention interface, "
+            "nor keep a state that is known here"
         )
-    return attending, shapes
+    return heads, shapes
 
 
 def kept_states(requests: int, rows: int) -> tuple[int, int]:
@@ -128,7 +128,7 @@ def kept_states(requests: int, rows: int) -> tuple[int, int]:
 class LayeredModel(TransformersModel):
     """Any transformers causal language model, through its own forward and `attention_interface`."""
 
-    def __init__(self, network: Any, info: ModelInfo, heads: Heads, positions: int, sharding: Sharding | None) -> None:
+    def __init__(self, network: Any, info: ModelInfo, positions: int, sharding: Sharding | None) -> None:
         """Raises ValueError if the logits are not transformers'. A rank's logits are not checked: it has only parts."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         tokens = checked_tokens(len(network.get_output_embeddings().weight), positions, info.slots)
@@ -144,13 +144,13 @@ class LayeredModel(TransformersModel):
         like: Tensor = weight.new_empty(0)
         self._network = network
         with _called_linear(network) as linear:
-            self._attending, shapes = discover_layers(network, info.layers, heads, like)
+            heads, shapes = discover_layers(network, info.layers, like.device)
         if shapes.calls and sharding is not None:
             raise ValueError("its layers keep states, which ranks do not share yet: set tensor_parallel_size to 1")
-        self._attention, cache = make_attention(
-            len(self._attending), heads, info.slots, info.max_model_len, like, info.kv_cache_dtype
-        )
+        self._attention = LayersAttention(heads, info.slots, info.max_model_len, like, info.kv_cache_dtype)
+        cache = self._attention.caches[0]
         super().__init__(info, cache, network.config.get_text_config(decoder=True))
+        native = all(isinstance(each, NativeAttention) for each in self._attention.attentions)
         self._states: StoredStates | None = None
         if shapes.calls:
             self.states = StateCache(
@@ -159,14 +159,13 @@ class LayeredModel(TransformersModel):
                 cache.device,
                 snapshots=info.snapshots,
                 interval=info.snapshot_interval,
-                native=isinstance(self._attention, NativeAttention),
+                native=native,
             )
             self._states = StoredStates(self.states)
         base: Any = network.base_model
         self._embedding: Any = base.get_input_embeddings()
         self._taps: list[nn.Module] = [self._embedding, *_layers_of(base, self.layers), base]
-        self.has_native_attention = isinstance(self._attention, NativeAttention)
-        self.has_native_products = self.has_native_attention and sharding is None
+        self.has_native_attention, self.has_native_products = native, native and sharding is None
         if self.has_native_products:
             del weight
             while linear:
@@ -186,8 +185,12 @@ class LayeredModel(TransformersModel):
 
     def _capture(self, check: Callable[[], None]) -> None:
         """Graphs of transformers' forward, where its code can be captured and what they compute is right."""
-        attention = self._attention
+        attention, *others = self._attention.attentions
         if not isinstance(attention, TorchAttention) or not attention.graphs or self._states is not None:
+            return
+        if others:
+            self.cache.attention_name = replace(attention, graphs=False).name
+            log_once(f"no CUDA graphs of {self.name}: its layers differ in their heads")
             return
         try:
             self._graphs = attention.capture(self._graph_outputs)
@@ -200,7 +203,7 @@ class LayeredModel(TransformersModel):
     def _graph_outputs(self, this: PagedPass) -> list[Tensor]:
         """Logits of `_graph_wanted`, and the outputs of all layers."""
         with self._kept_outputs(range(len(self._taps))) as kept:
-            logits = self._logits(this, self._graph_wanted)
+            logits = self._logits([this], self._graph_wanted)
         return [logits, *(kept[n] for n in range(len(self._taps)))]
 
     @torch.inference_mode()
@@ -230,19 +233,20 @@ class LayeredModel(TransformersModel):
 
     def _forward(self, rows: Sequence[Row], wanted: Sequence[int]) -> Tensor:
         """Logits [wanted, vocabulary]."""
-        this = self._attention(rows)
-        reader = None if self._states is None else self._states.reader(rows, len(this.tokens))
+        passes = self._attention(rows)
+        padded = len(passes[0].tokens)
+        reader = None if self._states is None else self._states.reader(rows, padded)
         indices = padded_row_indices(wanted, self.device)
-        layers, head = (len(rows), len(this.tokens)), (len(wanted), len(indices))
+        layers, head = (len(rows), padded), (len(wanted), len(indices))
         with use_pass_rows(PassRows(layers, head if self._keeps_logits else layers)):
-            return self._logits(this, indices, reader)[: len(wanted)]
+            return self._logits(passes, indices, reader)[: len(wanted)]
 
-    def _logits(self, this: Pass, indices: Tensor, reader: StateReader | None = None) -> Tensor:
+    def _logits(self, passes: Sequence[Pass], indices: Tensor, reader: StateReader | None = None) -> Tensor:
         """Logits [n, vocabulary] of rows, int64 [n]."""
-        with use_pass(this, self._attending), use_reader(reader):
+        with self._attention.use(passes), use_reader(reader):
             logits: Tensor = self._network(
-                input_ids=this.tokens.long().unsqueeze(0),
-                position_ids=this.positions.long().unsqueeze(0),
+                input_ids=passes[0].tokens.long().unsqueeze(0),
+                position_ids=passes[0].positions.long().unsqueeze(0),
                 use_cache=False,
                 **({"logits_to_keep": indices} if self._keeps_logits else {}),
             ).logits[0]
@@ -273,7 +277,6 @@ class LlamaModel(TransformersModel):
         self,
         network: Any,
         info: ModelInfo,
-        heads: Heads,
         positions: int,
         sharding: Sharding | None,
         *,
@@ -281,7 +284,9 @@ class LlamaModel(TransformersModel):
     ) -> None:
         base: Any = network.base_model
         head: Any = network.get_output_embeddings()
-        ranks = None if sharding is None else sharding.ranks
+        heads, ranks = Heads.of(network.config.get_text_config(decoder=True)), None
+        if sharding is not None:
+            heads, ranks = sharding.heads(heads), sharding.ranks
         self._embedding: Tensor = base.embed_tokens.weight
         self._gathered_output: Callable[[Tensor], Tensor] | None = None
         if ranks is not None:  # each may have a part of the vocabulary

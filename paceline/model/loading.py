@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_file import GgufError, GgufFile, is_gguf
-from paceline.model.attention import Heads
 from paceline.model.checkpoint import (
     BrokenCheckpointError,
     Checkpoint,
@@ -190,8 +189,7 @@ def build(
             snapshots=config.state_snapshots if config.enable_prefix_caching else 0,
             snapshot_interval=config.state_snapshot_interval,
         )
-        heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
-        model = make_model(network, info, heads, positions, sharding, verify=config.verify)
+        model = make_model(network, info, positions, sharding, verify=config.verify)
     model.numerics = numerics_of(model, quantization_of(network.config))
     return model
 

@@ -4,20 +4,22 @@ torch's operators."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.config.engine_config import KVCacheDtype
-from paceline.model.attention import Heads, KVCache
+from paceline.model.attention import NO_HEADS, Heads, KVCache, Pass, use_passes
 from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, stack_matrices
 from paceline.model.layers import TorchNetwork
 from paceline.model.native.build import NativeUnavailableError, native_description
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_library import DTYPES
 from paceline.model.native.native_network import NativeNetwork, head_width
+from paceline.model.rows import Row
 from paceline.model.torch_attention import TorchAttention
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,45 @@ def make_attention(
     if (made := _native("attention", NativeAttention, cache, kv_cache_dtype)) is not None:
         return made
     return _by_torch("attention", lambda attention: attention, cache, positions)
+
+
+class LayersAttention:
+    """Attention over new caches, for layers that transformers runs: those with equal heads share one. Starts passes."""
+
+    def __init__(
+        self,
+        heads: Mapping[int, Heads],
+        slots: int,
+        positions: int,
+        like: Tensor,
+        kv_cache_dtype: KVCacheDtype = "auto",
+    ) -> None:
+        """`heads`: of the layers that attend. Others: see `make_attention`, also for the error."""
+        groups: dict[Heads, list[int]] = {}
+        for layer, own in sorted(heads.items()):
+            groups.setdefault(own, []).append(layer)
+        shape = slots, positions, like, kv_cache_dtype
+        made = [make_attention(len(layers), own, *shape) for own, layers in (groups or {NO_HEADS: []}).items()]
+        self.attentions = [attention for attention, _ in made]
+        self.caches = [cache for _, cache in made]
+        """The first one is there if no layer attends, too."""
+        self.indices = {
+            layer: (group, index) for group, layers in enumerate(groups.values()) for index, layer in enumerate(layers)
+        }
+        """By layer: its cache, and its index there."""
+
+    def __call__(self, rows: Sequence[Row]) -> list[Pass]:
+        """One for each cache."""
+        return [attention(rows) for attention in self.attentions]
+
+    def use(self, passes: Sequence[Pass]) -> AbstractContextManager[None]:
+        """See `use_passes`."""
+
+        def of_layer(layer: int) -> tuple[Pass, int]:
+            group, index = self.indices[layer]
+            return passes[group], index
+
+        return use_passes(of_layer)
 
 
 def _native(

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,8 +235,9 @@ def test_attention_that_rows_cannot_have_is_refused(
 ) -> None:
     begin, _ = make_attention(1, Heads(2, 2, 32), 16, 16, torch.empty(0))
     query, key = torch.zeros(1, queries, 8, size), torch.zeros(1, keys, 8, size)
+    layer: Any = SimpleNamespace(layer_idx=0)
     with use_pass(begin([SlotTable([1]).row(5, 0)])), pytest.raises(ValueError, match=error):
-        attention_interface(torch.nn.Module(), query, key, key, None, **arguments)
+        attention_interface(layer, query, key, key, None, **arguments)
 
 
 def test_padding_rows_write_beside_the_slots_of_tokens() -> None:

@@ -684,8 +684,22 @@ MUTANTS = (
     Mutant(
         "a model that attends elsewhere is accepted",
         "paceline/model/decoder.py",
-        "if len(attended) != len(attending) or (len(attending) != layers and not shapes.calls):",
+        "if len(heads) != layers and not shapes.calls:",
         "if False:",
+        ("exactness/test_architectures.py",),
+    ),
+    Mutant(
+        "a layer that attends twice is accepted",
+        "paceline/model/attention.py",
+        "        if layer in current:",
+        "        if False:",
+        ("exactness/test_architectures.py",),
+    ),
+    Mutant(
+        "layers with equal heads take the keys of one another",
+        "paceline/model/network_factory.py",
+        "for index, layer in enumerate(layers)",
+        "for index, layer in zip([0] * len(layers), layers, strict=True)",
         ("exactness/test_architectures.py",),
     ),
     Mutant(
@@ -1426,8 +1440,8 @@ MUTANTS = (
     Mutant(
         "a block of the prefix cache is found without its predecessor",
         "paceline/engine/slot_pool.py",
-        "            before = block.serial\n        return found",
-        "        return found",
+        "            found.append(block)\n            before = block.serial\n",
+        "            found.append(block)\n",
         ("unit/engine/test_slot_pool.py", "unit/engine/test_engine.py"),
     ),
     # Policy: what a guess is worth.
