@@ -9,8 +9,10 @@ import pytest
 from transformers import AutoConfig
 
 from paceline.gguf.gguf_config import KINDS as KNOWN
-from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, llama3_factors, shortest, transformers_config
+from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile
+from paceline.gguf.gguf_keys import shortest
+from paceline.gguf.gguf_rope import llama3_factors
 from tests.helpers.gguf_files import KINDS, YARN, tiny_config, write_gguf
 
 UNTOLD = {"_name_or_path", "architectures", "model_type", "dtype"}
