@@ -27,7 +27,7 @@ class Change(Enum):
     """The same for the heads of keys."""
     MINUS_ONE = auto()
     ONE_ROW = auto()
-    """[n] becomes [1, n]."""
+    """[n], or [1, n], becomes [1, n]."""
     CONCATENATED = auto()
     """[experts, a, n] and [experts, b, n] become [experts, a + b, n]."""
     TRANSPOSED = auto()
@@ -104,7 +104,7 @@ def tensor_sources(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Sourc
                 continue
             files = tuple(f"{each}{rule.ending if suffix == '.weight' else suffix}" for each in rule.files)
             for each in files:
-                _check_shape(file, each, _shape(rule, lengths, suffix))
+                _check_shape(file, each, _shape(rule, lengths, suffix), one_row=rule.change is Change.ONE_ROW)
             sources[_full_name(name, rule, suffix)] = Source(files, rule.change)
     known = {name for source in sources.values() for name in source.names} | IGNORED_TENSORS
     if unknown := sorted(name for name in set(file.tensors) - known if not name.startswith(_drafting_layers(config))):
@@ -140,8 +140,11 @@ def _shape(rule: Rule, lengths: Mapping[str, int], suffix: str) -> tuple[int, ..
     return shape if suffix == ".weight" or len(shape) == 1 else shape[:-1]
 
 
-def _check_shape(file: GgufFile, name: str, expected: tuple[int, ...]) -> None:
+def _check_shape(file: GgufFile, name: str, expected: tuple[int, ...], *, one_row: bool) -> None:
+    """`one_row`: a vector may be a matrix of one row."""
     shape = file.tensor(name).shape
+    if one_row and shape[0] == 1:
+        shape = shape[1:]
     if shape != expected:
         raise GgufError(f"{file.path}: the tensor {name} has the shape {list(shape)}, and not {list(expected)}")
 
@@ -200,7 +203,7 @@ OUTSIDE: Mapping[str, tuple[str, str, str]] = {
     "nemotron_h": ("embeddings", "norm_f", "output_norm"),
 }
 """Names of the embedding, of the last norm, and of the last norm in the file, where they differ."""
-PLUS_ONE = frozenset({"gemma2", "gemma3_text", "qwen3_5_text"})
+PLUS_ONE = frozenset({"gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text"})
 """Model types whose norms the file has plus one."""
 _ATTENTION: Mapping[str, Rule] = {
     "self_attn.q_proj": Rule(("attn_q",), "QH"),
@@ -299,7 +302,6 @@ _LFM2_CONVOLUTION: Mapping[str, Rule] = {
 _QWEN35: Mapping[str, Rule] = {
     "input_layernorm": Rule(("attn_norm",), "H", Change.MINUS_ONE),
     "post_attention_layernorm": Rule(("post_attention_norm",), "H", Change.MINUS_ONE),
-    **_MLP,
 }
 _QWEN35_ATTENTION: Mapping[str, Rule] = {
     **_ATTENTION,
@@ -335,8 +337,12 @@ _NEMOTRON_MLP: Mapping[str, Rule] = {
 STATE_LAYERS: Mapping[str, Mapping[str, Mapping[str, Rule]]] = {
     "lfm2": {"full_attention": {**_LFM2, **_LFM2_ATTENTION}, "conv": {**_LFM2, **_LFM2_CONVOLUTION}},
     "qwen3_5_text": {
-        "full_attention": {**_QWEN35, **_QWEN35_ATTENTION},
-        "linear_attention": {**_QWEN35, **_QWEN35_DELTA},
+        "full_attention": {**_QWEN35, **_QWEN35_ATTENTION, **_MLP},
+        "linear_attention": {**_QWEN35, **_QWEN35_DELTA, **_MLP},
+    },
+    "qwen3_5_moe_text": {
+        "full_attention": {**_QWEN35, **_QWEN35_ATTENTION, **_EXPERTS, **_SHARED_EXPERT},
+        "linear_attention": {**_QWEN35, **_QWEN35_DELTA, **_EXPERTS, **_SHARED_EXPERT},
     },
     "nemotron_h": {
         "full_attention": {**_NEMOTRON_NORM, **_NEMOTRON_ATTENTION},
@@ -373,5 +379,6 @@ def _nemotron_lengths(config: Mapping[str, Any]) -> dict[str, int]:
 STATE_LENGTHS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, int]]] = {
     "lfm2": _lfm2_lengths,
     "qwen3_5_text": _qwen35_lengths,
+    "qwen3_5_moe_text": _qwen35_lengths,
     "nemotron_h": _nemotron_lengths,
 }

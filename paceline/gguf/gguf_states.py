@@ -11,7 +11,7 @@ from typing import Any
 from paceline.gguf.gguf_keys import Keys
 from paceline.gguf.gguf_rope import DEFAULT_BASE, rope, scaling
 
-ARCHITECTURES = frozenset({"lfm2", "qwen35", "nemotron_h"})
+ARCHITECTURES = frozenset({"lfm2", "qwen35", "qwen35moe", "nemotron_h"})
 """llama.cpp's names of these kinds."""
 BY_KV_HEADS = frozenset({"lfm2", "nemotron_h"})
 """Of these a layer does not attend that has 0 heads of keys."""
@@ -38,7 +38,25 @@ def lfm2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen35(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Gated delta rule, and gated attention. The last layers may be for drafting, and are not read."""
+    """Gated delta rule, and gated attention."""
+    return {"intermediate_size": keys.count("feed_forward_length"), **_qwen35(keys, config)}
+
+
+def qwen35moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with a mixture of experts."""
+    width = keys.count("expert_feed_forward_length")
+    return {
+        "intermediate_size": keys.optional_count("feed_forward_length", width),  # no layer has it
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        **_qwen35(keys, config),
+    }
+
+
+def _qwen35(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The last layers may be for drafting, and are not read."""
     drafting = keys.optional_count("nextn_predict_layers", 0) or 0
     size, key_heads, value_heads = (
         keys.count(f"ssm.{each}") for each in ("state_size", "group_count", "time_step_rank")
@@ -50,7 +68,6 @@ def qwen35(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_hidden_layers": config["num_hidden_layers"] - drafting,
         **({"mtp_num_hidden_layers": drafting} if drafting else {}),
-        "intermediate_size": keys.count("feed_forward_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _partial_rope(keys, config),
         "layer_types": _qwen35_layers(keys, config["num_hidden_layers"])[: config["num_hidden_layers"] - drafting],

@@ -108,7 +108,7 @@ class GgufWeights:
             case Change.MINUS_ONE:
                 return tensor - 1
             case Change.ONE_ROW:
-                return tensor[None]
+                return tensor.reshape(1, -1)
             case Change.CONCATENATED:
                 return torch.cat(parts, dim=1)
             case Change.TRANSPOSED:

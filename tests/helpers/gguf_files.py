@@ -157,9 +157,7 @@ def write_gguf(
     of the vocabulary, if not as many as the embedding has rows. `change`: the data of a tensor [rows, ...] by its name,
     before it is written.
     """
-    torch.manual_seed(seed)
-    network: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    _randomize(network)
+    network = random_network(config, seed)
     writer = _writer(path, config, metadata or {}, omit, part_tensors)
     _add_tokenizer(writer, config.vocab_size if tokens is None else tokens, pre)
     for name, data in (_rope_tensors(config) | dict(extra_tensors or {})).items():
@@ -176,6 +174,14 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return network
+
+
+def random_network(config: Any, seed: int) -> nn.Module:
+    """What `write_gguf` writes: its numbers before they are rounded."""
+    torch.manual_seed(seed)
+    network: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    _randomize(network)
     return network
 
 

@@ -13,7 +13,9 @@ import gguf
 import torch
 from torch import Tensor
 
-STATE_ARCHITECTURES: Mapping[str, str] = {"lfm2": "lfm2", "qwen3_5_text": "qwen35", "nemotron_h": "nemotron_h"}
+STATE_ARCHITECTURES: Mapping[str, str] = {
+    **{"lfm2": "lfm2", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "nemotron_h": "nemotron_h"}
+}
 """llama.cpp's names of transformers' model types."""
 STATE_KINDS: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {
@@ -25,12 +27,20 @@ STATE_KINDS: Mapping[str, Mapping[str, Any]] = {
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 32},
         **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
+    "qwen3_5_moe_text": {
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 32},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    },
     "nemotron_h": {
         **{"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]},
         **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 32},
     },
 }
 """What tiny configurations have beside `gguf_files.BASE`."""
+MIXTURES = ("qwen3_5_moe_text",)
+QWEN35 = ("qwen3_5_text", *MIXTURES)
 FLOATS = ("conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
 """Ends of the names of matrices that are never quantised."""
 
@@ -48,7 +58,7 @@ def add_state_keys(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
-    {"lfm2": _add_lfm2, "qwen3_5_text": _add_qwen35, "nemotron_h": _add_nemotron}[config.model_type](writer, config)
+    {"lfm2": _add_lfm2, "nemotron_h": _add_nemotron}.get(config.model_type, _add_qwen35)(writer, config)
 
 
 def _add_lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -61,6 +71,11 @@ def _add_lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _add_qwen35(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type in MIXTURES:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
@@ -75,7 +90,8 @@ def _add_qwen35(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-    writer.add_array("qwen35.attention.recurrent_layers", [kind == "linear_attention" for kind in config.layer_types])
+    states = [kind == "linear_attention" for kind in config.layer_types]
+    writer.add_array(f"{STATE_ARCHITECTURES[config.model_type]}.attention.recurrent_layers", states)
     writer.add_full_attention_interval(4)
 
 
@@ -110,7 +126,7 @@ def state_shape(name: str, tensor: Tensor, config: Any) -> tuple[int, ...]:
 
 def is_plus_one(name: str, config: Any) -> bool:
     """Whether the file adds one to this norm."""
-    return config.model_type == "qwen3_5_text" and name.endswith("norm.weight") and "ssm_norm" not in name
+    return config.model_type in QWEN35 and name.endswith("norm.weight") and "ssm_norm" not in name
 
 
 def tiled_rows(name: str, tensor: Tensor, config: Any) -> Tensor | None:
@@ -119,7 +135,7 @@ def tiled_rows(name: str, tensor: Tensor, config: Any) -> Tensor | None:
     ggml repeats key heads as 0, 1, 0, 1, and transformers as 0, 0, 1, 1: so value heads are reordered.
     """
     ends = ("attn_qkv.weight", "attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight")
-    if config.model_type != "qwen3_5_text" or not name.endswith((*ends, "ssm_a", "ssm_dt.bias")):
+    if config.model_type not in QWEN35 or not name.endswith((*ends, "ssm_a", "ssm_dt.bias")):
         return None
     count = len(tensor)
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
@@ -131,7 +147,7 @@ def tiled_rows(name: str, tensor: Tensor, config: Any) -> Tensor | None:
 
 def tiled_columns(name: str, tensor: Tensor, config: Any) -> Tensor:
     """A view of an output matrix whose columns are in the order of the file; others as they are."""
-    if config.model_type != "qwen3_5_text" or not name.endswith("ssm_out.weight"):
+    if config.model_type not in QWEN35 or not name.endswith("ssm_out.weight"):
         return tensor
     keys, size = config.linear_num_key_heads, config.linear_value_head_dim
     return tensor.unflatten(1, (keys, -1, size)).transpose(1, 2)

@@ -34,6 +34,7 @@ from paceline.model.target_weights import load_target_weights
 from paceline.model.transformers_setup import model_config
 from paceline.model_names import ModelNotFoundError, configuration, resolve_model, served_name
 from tests.helpers.gguf_files import KINDS, YARN, tiny_config, write_gguf
+from tests.helpers.gguf_states import STATE_KINDS
 
 CONFIG = EngineConfig(slots=256, dtype="float32")
 TOKENS = [7 * n % 320 for n in range(40)]
@@ -94,6 +95,9 @@ def test_a_dequantised_network_is_that_of_transformers(model_type: str, tmp_path
         ("llama", {"head_dim": 64, "rope_parameters": LLAMA3, "max_position_embeddings": 131072}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen2", {"rope_parameters": YARN}),
+        ("nemotron_h", {"attention_bias": True, "mlp_bias": True}),
+        ("nemotron_h", {"n_groups": 1, "use_conv_bias": False}),
+        ("qwen3_5_text", {"linear_num_value_heads": 2}),
         ("gemma2", {"num_hidden_layers": 46, "hidden_size": 32, "query_pre_attn_scalar": 8}),
     ],
 )
@@ -103,7 +107,9 @@ def test_other_settings_reach_the_network(model_type: str, changes: dict[str, An
     assert torch.equal(logits_of(read(tmp_path / "model.gguf"), tokens), logits_of(network, tokens))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "phi3"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "phi3", *STATE_KINDS]
+)
 def test_a_loaded_model_computes_what_the_file_says(model_type: str, tmp_path: Path) -> None:
     network = write_gguf(tmp_path / "model.gguf", tiny_config(model_type), "F32")
     model = load(str(tmp_path / "model.gguf"), CONFIG)
