@@ -285,6 +285,7 @@ KINDS: Mapping[str, Kind] = {
     "gpt-oss": Kind("gpt_oss", "GptOssForCausalLM", _gpt_oss),
     "granite": Kind("granite", "GraniteForCausalLM", _granite),
     "lfm2": Kind("lfm2", "Lfm2ForCausalLM", gguf_states.lfm2),
+    "lfm2moe": Kind("lfm2_moe", "Lfm2MoeForCausalLM", gguf_states.lfm2moe),
     "qwen35": Kind("qwen3_5_text", "Qwen3_5ForCausalLM", gguf_states.qwen35),
     "qwen35moe": Kind("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", gguf_states.qwen35moe),
     "nemotron_h": Kind("nemotron_h", "NemotronHForCausalLM", gguf_states.nemotron_h),

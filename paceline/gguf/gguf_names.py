@@ -187,7 +187,10 @@ def _layer_rules(config: Mapping[str, Any], layer: int) -> Mapping[str, Rule]:
     kind = config["model_type"]
     if kind not in STATE_LAYERS:
         return LAYERS[kind]
-    return STATE_LAYERS[kind][config.get("layer_types", config.get("layers_block_type"))[layer]]
+    rules = STATE_LAYERS[kind][config.get("layer_types", config.get("layers_block_type"))[layer]]
+    if kind != "lfm2_moe":
+        return rules
+    return {**rules, **(_LFM2_MLP if layer < config["num_dense_layers"] else _LFM2_EXPERTS)}
 
 
 ATTENTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -199,7 +202,7 @@ BIASED: Mapping[str, tuple[str, ...]] = {
 }
 """Ends of the names of what has a bias in every model of a type. In others the configuration says it."""
 OUTSIDE: Mapping[str, tuple[str, str, str]] = {
-    "lfm2": ("embed_tokens", "embedding_norm", "token_embd_norm"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("embed_tokens", "embedding_norm", "token_embd_norm")),
     "nemotron_h": ("embeddings", "norm_f", "output_norm"),
 }
 """Names of the embedding, of the last norm, and of the last norm in the file, where they differ."""
@@ -279,14 +282,21 @@ LAYERS: Mapping[str, Mapping[str, Rule]] = {
     "gpt_oss": {**_ATTENTION, **_GPT_OSS},
 }
 """What a layer has, by transformers' model type."""
-_LFM2: Mapping[str, Rule] = {
+_LFM2_NORMS: Mapping[str, Rule] = {
     "operator_norm": Rule(("attn_norm",), "H"),
     "ffn_norm": Rule(("ffn_norm",), "H"),
+}
+_LFM2_MLP: Mapping[str, Rule] = {
     "feed_forward.w1": Rule(("ffn_gate",), "IH"),
     "feed_forward.w3": Rule(("ffn_up",), "IH"),
     "feed_forward.w2": Rule(("ffn_down",), "HI"),
 }
+_LFM2_EXPERTS: Mapping[str, Rule] = {
+    **{name.replace("mlp", "feed_forward"): rule for name, rule in _EXPERTS.items()},
+    "feed_forward.expert_bias": Rule(("exp_probs_b",), "E", bare=True, ending=".bias"),
+}
 _LFM2_ATTENTION: Mapping[str, Rule] = {
+    **_LFM2_NORMS,
     "self_attn.q_proj": Rule(("attn_q",), "QH"),
     "self_attn.k_proj": Rule(("attn_k",), "KH"),
     "self_attn.v_proj": Rule(("attn_v",), "KH"),
@@ -295,6 +305,7 @@ _LFM2_ATTENTION: Mapping[str, Rule] = {
     "self_attn.k_layernorm": Rule(("attn_k_norm",), "D"),
 }
 _LFM2_CONVOLUTION: Mapping[str, Rule] = {
+    **_LFM2_NORMS,
     "conv.conv": Rule(("shortconv.conv",), "HL", Change.CONVOLUTION),
     "conv.in_proj": Rule(("shortconv.in_proj",), "TH"),
     "conv.out_proj": Rule(("shortconv.out_proj",), "HH"),
@@ -335,7 +346,8 @@ _NEMOTRON_MLP: Mapping[str, Rule] = {
     "mixer.down_proj": Rule(("ffn_down",), "HI"),
 }
 STATE_LAYERS: Mapping[str, Mapping[str, Mapping[str, Rule]]] = {
-    "lfm2": {"full_attention": {**_LFM2, **_LFM2_ATTENTION}, "conv": {**_LFM2, **_LFM2_CONVOLUTION}},
+    "lfm2": {"full_attention": {**_LFM2_ATTENTION, **_LFM2_MLP}, "conv": {**_LFM2_CONVOLUTION, **_LFM2_MLP}},
+    "lfm2_moe": {"full_attention": _LFM2_ATTENTION, "conv": _LFM2_CONVOLUTION},
     "qwen3_5_text": {
         "full_attention": {**_QWEN35, **_QWEN35_ATTENTION, **_MLP},
         "linear_attention": {**_QWEN35, **_QWEN35_DELTA, **_MLP},
@@ -378,6 +390,7 @@ def _nemotron_lengths(config: Mapping[str, Any]) -> dict[str, int]:
 
 STATE_LENGTHS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, int]]] = {
     "lfm2": _lfm2_lengths,
+    "lfm2_moe": _lfm2_lengths,
     "qwen3_5_text": _qwen35_lengths,
     "qwen3_5_moe_text": _qwen35_lengths,
     "nemotron_h": _nemotron_lengths,

@@ -11,25 +11,44 @@ from typing import Any
 from paceline.gguf.gguf_keys import Keys
 from paceline.gguf.gguf_rope import DEFAULT_BASE, rope, scaling
 
-ARCHITECTURES = frozenset({"lfm2", "qwen35", "qwen35moe", "nemotron_h"})
+ARCHITECTURES = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe", "nemotron_h"})
 """llama.cpp's names of these kinds."""
-BY_KV_HEADS = frozenset({"lfm2", "nemotron_h"})
+BY_KV_HEADS = frozenset({"lfm2", "lfm2moe", "nemotron_h"})
 """Of these a layer does not attend that has 0 heads of keys."""
 HARMLESS: Mapping[str, Any] = {
     **{"vocab_size": None, "rope.scaling.finetuned": None, "rope.scaling.original_context_length": None},
     **{"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "nextn_predict_layers": 0},
 }
 """Keys that change nothing with this value; None: with any."""
+SIGMOID = 2
+"""llama.cpp's number of a router whose scores are sigmoids."""
 FULL_ATTENTION_INTERVAL = 4
 """Every fourth layer of Qwen3.5 attends, unless the file says otherwise."""
 
 
 def lfm2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     """Convolutions, and attention."""
+    return {"block_auto_adjust_ff_dim": False, **_lfm2(keys, config)}
+
+
+def lfm2moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with a mixture of experts after the first layers."""
+    if (router := keys.count("expert_gating_func")) != SIGMOID:
+        raise keys.error("expert_gating_func", f"is {router}, and not {SIGMOID}, for sigmoids")
+    return {
+        **_lfm2(keys, config),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "num_dense_layers": keys.optional_count("leading_dense_block_count", 0),
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        **{"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    }
+
+
+def _lfm2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     layers = keys.by_layer("attention.head_count_kv", config["num_hidden_layers"])
     return {
         "intermediate_size": keys.count("feed_forward_length"),
-        "block_auto_adjust_ff_dim": False,
         "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope(keys, config),
         "conv_L_cache": keys.count("shortconv.l_cache"),

@@ -185,6 +185,12 @@ def random_network(config: Any, seed: int) -> nn.Module:
     return network
 
 
+def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and the biases of routers, which are none."""
+    biases = {name: buffer for name, buffer in network.named_buffers() if name.endswith("expert_bias")}
+    return dict(network.named_parameters()) | biases
+
+
 def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator) -> np.ndarray:
     """Rows of random codes, uint8 [rows, bytes], of a format in `SCALES`; numbers are as large as a layer's."""
     number = gguf.GGMLQuantizationType[kind]
@@ -204,7 +210,7 @@ def _set_scales(blocks: np.ndarray, scales: Mapping[int, np.ndarray], factor: fl
 
 def _randomize(network: nn.Module) -> None:
     """Weights whose permutations and omissions change the output: no norm is all ones, no bias zero."""
-    for name, parameter in network.named_parameters():
+    for name, parameter in stored_tensors(network).items():
         scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
         nn.init.normal_(parameter, 1.0 if "norm" in name and "weight" in name else 0.0, scale)
 
@@ -228,7 +234,7 @@ def _views(network: nn.Module, config: Any) -> Iterator[View]:
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     [arch] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, parameter in network.named_parameters():  # tied ones once
+    for name, parameter in stored_tensors(network).items():
         tensor = parameter.data
         if ".experts." in name:
             yield from _expert_views(name, tensor, interleaved=architecture == "gpt-oss")

@@ -14,13 +14,23 @@ import torch
 from torch import Tensor
 
 STATE_ARCHITECTURES: Mapping[str, str] = {
-    **{"lfm2": "lfm2", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "nemotron_h": "nemotron_h"}
+    **{
+        "lfm2": "lfm2",
+        "lfm2_moe": "lfm2moe",
+        "qwen3_5_text": "qwen35",
+        "qwen3_5_moe_text": "qwen35moe",
+        "nemotron_h": "nemotron_h",
+    }
 }
 """llama.cpp's names of transformers' model types."""
 STATE_KINDS: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {
         **{"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
         **{"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+    },
+    "lfm2_moe": {
+        **{"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": True},
     },
     "qwen3_5_text": {
         **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
@@ -49,7 +59,7 @@ def converted_name(name: str) -> str:
     """A parameter's name as the converter looks it up in the tables of `gguf`."""
     if ".mixer." in name or name.startswith(("model.embeddings", "model.norm_f")) or name.endswith(".norm.weight"):
         name = name if "linear_attn" in name or name == "model.norm.weight" else name.replace("model.", "backbone.", 1)
-    return name.replace(".dt_bias", ".dt_proj.bias")
+    return name.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
 
 
 def add_state_keys(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -58,10 +68,18 @@ def add_state_keys(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
-    {"lfm2": _add_lfm2, "nemotron_h": _add_nemotron}.get(config.model_type, _add_qwen35)(writer, config)
+    {"lfm2": _add_lfm2, "lfm2_moe": _add_lfm2, "nemotron_h": _add_nemotron}.get(config.model_type, _add_qwen35)(
+        writer, config
+    )
 
 
 def _add_lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type == "lfm2_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv([config.num_key_value_heads * (kind != "conv") for kind in config.layer_types])
     writer.add_layer_norm_rms_eps(config.norm_eps)

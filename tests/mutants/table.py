@@ -1102,6 +1102,13 @@ MUTANTS = (
         DEQUANTISED,
     ),
     Mutant(
+        "the bias of a GGUF file's router is rounded",
+        "paceline/model/loading.py",
+        "torch.float32 if FLOAT32_WEIGHTS.search(name) else dtype",
+        "dtype",
+        ("unit/model/test_gguf_loading.py",),
+    ),
+    Mutant(
         "positions of a text's token may be 0",
         "paceline/gguf/gguf_states.py",
         "if sections and not _all_rotated(sections, rotated // 2):",

@@ -14,6 +14,7 @@ from paceline.gguf.gguf_file import GgufError, GgufFile
 from paceline.gguf.gguf_keys import shortest
 from paceline.gguf.gguf_rope import llama3_factors
 from tests.helpers.gguf_files import KINDS, YARN, tiny_config, write_gguf
+from tests.helpers.gguf_states import STATE_ARCHITECTURES
 
 UNTOLD = {"_name_or_path", "architectures", "model_type", "dtype"}
 """GgufSettings that no tensor depends on, or that name the same network."""
@@ -193,6 +194,8 @@ def test_the_root_mean_square_norms_number_wins_over_the_other(tmp_path: Path) -
         ("lfm2", {"rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor is 0.5, which is not read here"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 1]}, "head_count_kv differs between layers: [1, 2]"),
         ("lfm2", {"attention.head_count_kv": [0, 2]}, "head_count_kv has 2 layers, and block_count 3"),
+        ("lfm2moe", {"expert_gating_func": 1}, "expert_gating_func is 1, and not 2, for sigmoids"),
+        ("lfm2moe", {"expert_weights_scale": 2.0}, "expert_weights_scale is 2.0, which is not read here"),
         ("qwen35", {"attention.head_count_kv": [0, 2, 2]}, "attention.head_count_kv is 0, and no positive number"),
         ("qwen35", {"attention.recurrent_layers": [True]}, "recurrent_layers has 1 layers, and block_count 3"),
         ("qwen35", {"attention.scale": 0.5}, "attention.scale is 0.5, which is not read here"),
@@ -211,7 +214,7 @@ def test_the_root_mean_square_norms_number_wins_over_the_other(tmp_path: Path) -
 def test_a_key_that_would_change_the_output_is_refused(
     model_type: str, metadata: dict[str, Any], fault: str, tmp_path: Path
 ) -> None:
-    kind = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}.get(model_type, model_type)
+    [kind] = [kind for kind, name in STATE_ARCHITECTURES.items() if name == model_type]
     stored = {f"{model_type}.{key}": value for key, value in metadata.items()}
     assert fault in refusal(tmp_path, tiny_config(kind), metadata=stored)
 

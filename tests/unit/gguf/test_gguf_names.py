@@ -15,7 +15,7 @@ from paceline.gguf.gguf_file import GgufError, GgufFile
 from paceline.gguf.gguf_names import grouped_rows, tensor_sources, unpermuted_rows
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.gguf_weights import dequantized
-from tests.helpers.gguf_files import KINDS, SCALES, random_network, tiny_config, write_gguf
+from tests.helpers.gguf_files import KINDS, SCALES, random_network, stored_tensors, tiny_config, write_gguf
 from tests.helpers.gguf_states import STATE_KINDS
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -33,7 +33,7 @@ def written(
     """A file, and the weights of the network that it is of."""
     path = tmp_path / f"{model_type}.gguf"
     network = write_gguf(path, tiny_config(model_type, **options), quantization)
-    return path, dict(network.named_parameters())
+    return path, stored_tensors(network)
 
 
 def test_a_row_of_the_first_half_of_a_head_and_one_of_the_second_alternate_in_a_file() -> None:
@@ -182,7 +182,7 @@ def test_lfm2s_last_norm_has_the_name_of_an_embeddings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", STATE_KINDS)
 def test_what_is_read_is_what_was_there_before_the_file(model_type: str, tmp_path: Path) -> None:
     path, weights = written(tmp_path, model_type)
-    original = dict(random_network(tiny_config(model_type), seed=0).named_parameters())
+    original = stored_tensors(random_network(tiny_config(model_type), seed=0))
     assert original.keys() == weights.keys() == set(Checkpoint(path).names)
     for name, tensor in original.items():
         assert torch.allclose(Checkpoint(path).tensor(name), tensor, rtol=1e-6, atol=1e-6), name

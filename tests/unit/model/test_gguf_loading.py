@@ -76,6 +76,15 @@ def test_a_dequantised_network_is_the_one_that_was_written(model_type: str, tmp_
     assert torch.equal(logits_of(read(tmp_path / "model.gguf")), logits_of(network))
 
 
+def test_the_bias_of_a_router_stays_float32(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    written = write_gguf(path, tiny_config("lfm2_moe"), "F32")
+    network = read_gguf(path, model_config(path), torch.bfloat16)
+    name = "model.layers.1.feed_forward.expert_bias"
+    assert network.get_parameter("model.embed_tokens.weight").dtype == torch.bfloat16
+    assert torch.equal(network.get_buffer(name), written.get_buffer(name))
+
+
 @pytest.mark.parametrize("model_type", READ_BY_TRANSFORMERS)
 def test_a_dequantised_network_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", tiny_config(model_type), "Q8_0")
