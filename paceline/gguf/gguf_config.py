@@ -6,25 +6,18 @@ and a file lacks have its values here. A fault of a file is a `GgufError` that n
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.gguf import gguf_states
 from paceline.gguf.gguf_file import GgufError, GgufFile
-
-if TYPE_CHECKING:  # most files take no numpy
-    import numpy as np
-    import numpy.typing as npt
+from paceline.gguf.gguf_keys import Keys
+from paceline.gguf.gguf_rope import DEFAULT_BASE, floats, rope
 
 PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite"})
 """transformers' model types whose matrices can be computed as the file has them."""
-DEFAULT_BASE = 10000.0
-"""llama.cpp's base of rotary frequencies, where a file names none."""
-LLAMA3_LENGTH, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
-"""Rotary scaling of Llama 3.1 to 3.3: the file has the resulting factors only."""
 SQUARE_QUERY_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose queries are scaled by the width per head; llama.cpp knows them by this number."""
 GEMMA3_PATTERN = 6
@@ -55,7 +48,7 @@ def transformers_config(file: GgufFile) -> dict[str, Any]:
     architecture = file.need("general.architecture", str)
     if architecture not in KINDS:
         raise GgufError(f"{file.path} is of the kind {architecture!r}, which is not read here: {', '.join(KINDS)} are")
-    keys = _Keys(file, architecture)
+    keys = Keys(file, architecture)
     kind = KINDS[architecture]
     config = {
         "model_type": kind.model_type,
@@ -64,64 +57,17 @@ def transformers_config(file: GgufFile) -> dict[str, Any]:
         **_sizes(keys),
         **_vocabulary(file),
     }
-    return config | kind.settings(keys, config)
+    settings = config | kind.settings(keys, config)
+    if architecture in gguf_states.ARCHITECTURES:
+        keys.refuse_others(gguf_states.HARMLESS)
+    return settings
 
 
-class _Keys:
-    """A file's metadata of its own architecture."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.file = file
-        self.architecture = architecture
-
-    def count(self, key: str) -> int:
-        """A whole number over 0. Raises `GgufError`."""
-        return self._positive(key, self.file.need(f"{self.architecture}.{key}", int))
-
-    def optional_count(self, key: str, default: int | None = None) -> int | None:
-        """As `count`; `default` if there is none, or 0."""
-        return self.file.get(f"{self.architecture}.{key}", int) or default
-
-    def number(self, key: str) -> float:
-        """A number. Raises `GgufError`."""
-        return shortest(self.file.need(f"{self.architecture}.{key}", (float, int)))
-
-    def optional_number(self, key: str, default: float | None = None) -> float | None:
-        """As `number`; `default` if there is none."""
-        value = self.file.get(f"{self.architecture}.{key}", (float, int))
-        return default if value is None else shortest(value)
-
-    def text(self, key: str, default: str) -> str:
-        """A word; `default` if there is none."""
-        return str(self.file.get(f"{self.architecture}.{key}", str, default))
-
-    def error(self, key: str, fault: str) -> GgufError:
-        """Of this key."""
-        return GgufError(f"{self.file.path}: {self.architecture}.{key} {fault}")
-
-    def has_tensor(self, name: str) -> bool:
-        """Whether the file has it."""
-        return name in self.file.tensors
-
-    def _positive(self, key: str, value: int) -> int:
-        if isinstance(value, bool) or value <= 0:
-            raise self.error(key, f"is {value}, and no positive number")
-        return value
-
-
-def shortest(value: float) -> float:
-    """A float32 of a file as the decimal number that was meant: 1e-05, not 9.99999974e-06."""
-    try:
-        stored = struct.pack("<f", value)
-    except OverflowError:  # a float64
-        return value
-    decimals = (float(f"{value:.{digits}g}") for digits in range(1, 10))
-    return next((each for each in decimals if struct.pack("<f", each) == stored), value)
-
-
-def _sizes(keys: _Keys) -> dict[str, Any]:
+def _sizes(keys: Keys) -> dict[str, Any]:
     heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
-    kv_heads = keys.optional_count("attention.head_count_kv", heads)
+    kv_heads = (
+        keys.count_of_layers("attention.head_count_kv", zeros=keys.architecture in gguf_states.BY_KV_HEADS) or heads
+    )
     if heads % (kv_heads or heads):
         raise keys.error("attention.head_count_kv", f"is {kv_heads}, which does not divide the {heads} heads")
     head_dim = keys.optional_count("attention.key_length", hidden // heads)
@@ -154,95 +100,17 @@ def _vocabulary(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _rope(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of a model that rotates whole heads. Raises `GgufError` for scaling of another kind."""
-    rotated = keys.optional_count("rope.dimension_count", config["head_dim"])
-    if rotated != config["head_dim"]:
-        raise keys.error("rope.dimension_count", f"is {rotated}, and not the size of a head, {config['head_dim']}")
-    base = {"rope_theta": keys.optional_number("rope.freq_base", DEFAULT_BASE)}
-    if keys.has_tensor("rope_freqs.weight"):
-        return {**base, **_llama3_scaling(keys.file, config["head_dim"], base["rope_theta"] or DEFAULT_BASE)}
-    return {**base, **_scaling(keys)}
-
-
-def _scaling(keys: _Keys) -> dict[str, Any]:
-    kind, factor = keys.text("rope.scaling.type", "none"), keys.optional_number("rope.scaling.factor", 1.0)
-    if kind == "none" or factor in (0.0, 1.0):
-        return {"rope_type": "default"}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        raise keys.error("rope.scaling.type", f"is {kind!r}, which is not read here: none, linear and yarn are")
-    found = {
-        "beta_fast": keys.optional_number("rope.scaling.yarn_beta_fast"),
-        "beta_slow": keys.optional_number("rope.scaling.yarn_beta_slow"),
-        "attention_factor": _yarn_attention_factor(keys, factor or 1.0),
-        "mscale_all_dim": keys.optional_number("rope.scaling.yarn_log_multiplier"),
-    }
-    return {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
-        **{name: value for name, value in found.items() if value is not None},
-        **({} if found["mscale_all_dim"] is None else {"mscale": 1.0}),
-    }
-
-
-def _yarn_attention_factor(keys: _Keys, factor: float) -> float | None:
-    """llama.cpp multiplies YaRN's own factor by the file's; None without one."""
-    stored = keys.optional_number("rope.scaling.yarn_attn_factor", keys.optional_number("rope.scaling.attn_factor"))
-    return None if stored in (None, 1.0) else (stored or 1.0) * (1 + 0.1 * math.log(factor))
-
-
-def _llama3_scaling(file: GgufFile, head_dim: int, base: float) -> dict[str, Any]:
-    """Raises `GgufError` if the factors are not those of Llama 3."""
-    import numpy as np
-
-    stored = _floats(file, "rope_freqs.weight")
-    settings = {
-        "rope_type": "llama3",
-        "factor": float(stored.max()),
-        "low_freq_factor": LLAMA3_LOW,
-        "high_freq_factor": LLAMA3_HIGH,
-        "original_max_position_embeddings": LLAMA3_LENGTH,
-    }
-    expected = llama3_factors(head_dim, base, float(stored.max()))
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
-        raise GgufError(
-            f"{file.path}: the tensor rope_freqs.weight has other factors than Llama 3, and is not read here"
-        )
-    return settings
-
-
-def llama3_factors(head_dim: int, base: float, factor: float) -> npt.NDArray[np.float64]:
-    """By how much Llama 3 divides each rotary frequency: not the high ones, the low ones by `factor`."""
-    import numpy as np
-
-    turns = LLAMA3_LENGTH * base ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
-    share = np.clip((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW), 0, 1)
-    return np.asarray(1 / ((1 - share) / factor + share), np.float64)
-
-
-def _floats(file: GgufFile, name: str) -> npt.NDArray[np.float32]:
-    import numpy as np
-
-    tensor = file.tensor(name)
-    if tensor.type.name != "F32":
-        raise GgufError(f"{file.path}: the tensor {name} is of the type {tensor.type.name}, and not F32")
-    return tensor.data.reshape(-1).view(np.float32)
-
-
-def _layers(keys: _Keys, width: str = "feed_forward_length") -> dict[str, Any]:
+def _layers(keys: Keys, width: str = "feed_forward_length") -> dict[str, Any]:
     """Of a model with gated layers and root mean square norms."""
     return {"intermediate_size": keys.count(width), "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
 
 
-def _gated(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gated(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     """As `_layers`, with one rotary table."""
-    return {**_layers(keys), "rope_parameters": _rope(keys, config)}
+    return {**_layers(keys), "rope_parameters": rope(keys, config)}
 
 
-def _llama(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     if (experts := keys.optional_count("expert_count")) is not None:
         raise keys.error("expert_count", f"is {experts}: mixtures of experts in files of this kind are not read here")
     biases = {
@@ -252,7 +120,7 @@ def _llama(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_gated(keys, config), **biases}
 
 
-def _mistral3(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _mistral3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     """Mistral Small 3, or Ministral 3, which scales queries by their position."""
     settings = _gated(keys, config)
     beta = keys.optional_number("attention.temperature_scale")
@@ -260,15 +128,15 @@ def _mistral3(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
         return {**settings, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
     if settings["rope_parameters"]["rope_type"] != "yarn":
         raise keys.error("rope.scaling.type", "is not yarn, but attention.temperature_scale needs its length")
-    rope = {**settings["rope_parameters"], "llama_4_scaling_beta": beta}
-    return {**settings, "rope_parameters": rope, "sliding_window": None}
+    rotary = {**settings["rope_parameters"], "llama_4_scaling_beta": beta}
+    return {**settings, "rope_parameters": rotary, "sliding_window": None}
 
 
-def _qwen3(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_gated(keys, config), "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
 
 
-def _gemma2(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_gated(keys, config),
         "query_pre_attn_scalar": _query_scalar(keys, config),
@@ -279,7 +147,7 @@ def _gemma2(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma3(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     local = keys.optional_number("rope.freq_base_swa", DEFAULT_BASE)
     settings = _gated(keys, config)
     return {
@@ -296,14 +164,14 @@ def _gemma3(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _query_scalar(keys: _Keys, config: Mapping[str, Any]) -> int:
+def _query_scalar(keys: Keys, config: Mapping[str, Any]) -> int:
     """What queries are divided by the root of: the size of a head, or in the largest model the width per head."""
     if config["num_hidden_layers"] == SQUARE_QUERY_LAYERS[keys.architecture]:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])
 
 
-def _gemma3_layers(keys: _Keys, config: Mapping[str, Any]) -> list[str]:
+def _gemma3_layers(keys: Keys, config: Mapping[str, Any]) -> list[str]:
     stored = keys.file.get(f"{keys.architecture}.attention.sliding_window_pattern", (int, list), GEMMA3_PATTERN)
     if isinstance(stored, int):
         return _layer_types(config, lambda layer: (layer + 1) % stored == 0)
@@ -317,7 +185,7 @@ def _layer_types(config: Mapping[str, Any], is_full: Callable[[int], bool]) -> l
     return ["full_attention" if is_full(layer) else "sliding_attention" for layer in layers]
 
 
-def _phi3(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _phi3(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     rotated = keys.optional_count("rope.dimension_count", config["head_dim"]) or 0
     original = keys.optional_count("rope.scaling.original_context_length", config["max_position_embeddings"])
     return {
@@ -332,26 +200,26 @@ def _phi3(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _longrope(keys: _Keys, original: int) -> dict[str, Any]:
+def _longrope(keys: Keys, original: int) -> dict[str, Any]:
     if not keys.has_tensor("rope_factors_long.weight"):
         return {"rope_type": "default"}
-    factors = {f"{way}_factor": _floats(keys.file, f"rope_factors_{way}.weight").tolist() for way in ("long", "short")}
+    factors = {f"{way}_factor": floats(keys.file, f"rope_factors_{way}.weight").tolist() for way in ("long", "short")}
     attention = keys.optional_number("rope.scaling.attn_factor")
     found = {} if attention is None else {"attention_factor": attention}
     return {"rope_type": "longrope", **factors, "original_max_position_embeddings": original, **found}
 
 
-def _starcoder2(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _starcoder2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "intermediate_size": keys.count("feed_forward_length"),
         "norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-        "rope_parameters": _rope(keys, config),
+        "rope_parameters": rope(keys, config),
         "sliding_window": keys.optional_count("attention.sliding_window"),
         "use_bias": True,
     }
 
 
-def _experts(keys: _Keys) -> dict[str, Any]:
+def _experts(keys: Keys) -> dict[str, Any]:
     return {
         "num_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
@@ -361,21 +229,21 @@ def _experts(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _qwen2moe(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen2moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     shared = keys.count("expert_shared_feed_forward_length")
     own = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
     return {**_gated(keys, config), **_experts(keys), **own}
 
 
-def _qwen3moe(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3moe(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_gated(keys, config), **_experts(keys), "norm_topk_prob": True}
 
 
-def _gpt_oss(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = _rope(keys, config)
+def _gpt_oss(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    rotary = rope(keys, config)
     return {
         **_layers(keys, "expert_feed_forward_length"),
-        "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
+        "rope_parameters": {**rotary, "truncate": False} if rotary["rope_type"] == "yarn" else rotary,
         "num_local_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "sliding_window": keys.count("attention.sliding_window"),
@@ -384,7 +252,7 @@ def _gpt_oss(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _granite(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _granite(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_llama(keys, config),
         "attention_multiplier": keys.optional_number("attention.scale", config["head_dim"] ** -0.5),
@@ -400,7 +268,7 @@ class Kind:
 
     model_type: str
     network: str
-    settings: Callable[[_Keys, Mapping[str, Any]], dict[str, Any]] = field(default=_gated)
+    settings: Callable[[Keys, Mapping[str, Any]], dict[str, Any]] = field(default=_gated)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -416,5 +284,10 @@ KINDS: Mapping[str, Kind] = {
     "qwen3moe": Kind("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
     "gpt-oss": Kind("gpt_oss", "GptOssForCausalLM", _gpt_oss),
     "granite": Kind("granite", "GraniteForCausalLM", _granite),
+    "lfm2": Kind("lfm2", "Lfm2ForCausalLM", gguf_states.lfm2),
+    "lfm2moe": Kind("lfm2_moe", "Lfm2MoeForCausalLM", gguf_states.lfm2moe),
+    "qwen35": Kind("qwen3_5_text", "Qwen3_5ForCausalLM", gguf_states.qwen35),
+    "qwen35moe": Kind("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", gguf_states.qwen35moe),
+    "nemotron_h": Kind("nemotron_h", "NemotronHForCausalLM", gguf_states.nemotron_h),
 }
 """By `general.architecture`."""

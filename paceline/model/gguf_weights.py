@@ -18,13 +18,15 @@ from torch import Tensor
 
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
-from paceline.gguf.gguf_names import Change, Source, tensor_sources, unpermuted_rows
+from paceline.gguf.gguf_names import Change, Source, grouped_rows, tensor_sources, unpermuted_rows
 from paceline.model.layer_weights import QuantizedWeight
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that torch has, too."""
 CHUNK = 4 << 20
 """Numbers that are dequantised at a time."""
+EXACT = frozenset({Change.MINUS_ONE, Change.DECAY, Change.VALUE_DECAY})
+"""Changes of numbers, which come before they are rounded."""
 
 
 def gguf_dtype(config: Mapping[str, Any], device: str) -> torch.dtype:
@@ -64,6 +66,10 @@ class GgufWeights:
                 return leading[0], last, leading[1]
             case Change.INTERLEAVED:
                 return (leading[0], last, 2 * leading[1]) if len(leading) == 2 else (leading[0], 2 * last)
+            case Change.CONVOLUTION | Change.VALUE_CONVOLUTION if leading:
+                return leading[0], 1, last
+            case Change.FLAT | Change.DECAY:
+                return (leading[0] * last,)
         return *leading, last
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -71,7 +77,7 @@ class GgufWeights:
         source = self.sources[name]
         stored = self._file.tensor(source.names[0]).type.name
         dtype = dtype or PLAIN.get(stored, getattr(torch, self.config["dtype"]))
-        exact = torch.float32 if source.change is Change.MINUS_ONE else dtype
+        exact = torch.float32 if source.change in EXACT else dtype
         parts = [dequantized(self._file.tensor(each), exact) for each in source.names]
         return self._changed(source.change, parts).to(dtype)
 
@@ -102,7 +108,7 @@ class GgufWeights:
             case Change.MINUS_ONE:
                 return tensor - 1
             case Change.ONE_ROW:
-                return tensor[None]
+                return tensor.reshape(1, -1)
             case Change.CONCATENATED:
                 return torch.cat(parts, dim=1)
             case Change.TRANSPOSED:
@@ -110,7 +116,24 @@ class GgufWeights:
             case Change.INTERLEAVED:
                 columns = [part.mT if part.ndim == 3 else part for part in parts]
                 return torch.stack(columns, dim=-1).flatten(-2)
+            case Change.FLAT:
+                return tensor.flatten()
+            case Change.CONVOLUTION:
+                return tensor[:, None] if tensor.ndim == 2 else tensor
+            case Change.DECAY:
+                return tensor.neg().log().flatten()
+            case Change.VALUE_ROWS:
+                return self._grouped(tensor)
+            case Change.VALUE_COLUMNS:
+                return self._grouped(tensor.mT).mT.contiguous()
+            case Change.VALUE_CONVOLUTION:
+                return self._grouped(tensor)[:, None]
+            case Change.VALUE_DECAY:
+                return self._grouped(tensor).neg().log()
         return tensor
+
+    def _grouped(self, tensor: Tensor) -> Tensor:
+        return tensor[torch.from_numpy(grouped_rows(len(tensor), self.config))]
 
 
 def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:

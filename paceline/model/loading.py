@@ -48,6 +48,8 @@ KNOWN_LAYERS = frozenset(
     ["attention", "conv", "full_attention", "hybrid", "linear_attention", "mamba", "mlp", "moe", "sliding_attention"]
 )
 """Kinds of layers that cache keys and values by position, keep a state that is known here, or keep nothing."""
+FLOAT32_WEIGHTS = re.compile(r"\.expert_bias$")
+"""Weights of a GGUF file that transformers keeps in float32, whatever the model's dtype is."""
 TEXT_KEY_MAPPING = {
     r"^(model\.)?language_model\.model\.": "model.",
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -310,7 +312,10 @@ def _check_weights(path: Path, network: str, report: Mapping[str, Any], harmless
 def read_gguf(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     """The network of a GGUF file, dequantised. Raises `CheckpointError`, or ValueError."""
     checkpoint = Checkpoint(path)
-    weights = {name: checkpoint.tensor(name, dtype) for name in checkpoint.names}
+    weights = {
+        name: checkpoint.tensor(name, torch.float32 if FLOAT32_WEIGHTS.search(name) else dtype)
+        for name in checkpoint.names
+    }
     size = sum(each.nbytes for each in weights.values())
     network, report = _from_pretrained(path, config, dtype, weights)
     if faults := sorted([*report["missing_keys"], *report["unexpected_keys"]]):

@@ -16,6 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.gguf_states import (
+    FLOATS,
+    STATE_ARCHITECTURES,
+    STATE_KINDS,
+    add_state_keys,
+    converted_name,
+    is_plus_one,
+    state_shape,
+    tiled_columns,
+    tiled_rows,
+)
+
 CONTROL, NORMAL, UNUSED = 3, 1, 5
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """The first tokens of a tiny vocabulary. Texts end with the last."""
@@ -26,9 +38,10 @@ CHAT_TEMPLATE = (
 ARCHITECTURES: Mapping[str, str] = {
     **{"mistral": "llama", "ministral3": "mistral3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
     **{"gemma3_text": "gemma3", "gpt_oss": "gpt-oss"},
+    **STATE_ARCHITECTURES,
 }
 """llama.cpp's names of transformers' model types, where they differ."""
-PERMUTED = ("llama", "mistral3", "granite")
+PERMUTED = ("llama", "mistral3", "granite", "nemotron_h")
 PLUS_ONE = ("gemma2", "gemma3")
 SCALES: Mapping[str, tuple[int, ...]] = {
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
@@ -86,6 +99,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         **{"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
         "attention_multiplier": 0.07,
     },
+    **STATE_KINDS,
 }
 """What tiny configurations of transformers' model types have beside `BASE`."""
 
@@ -93,13 +107,28 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 class View(NamedTuple):
     """A part of a parameter, in the layout of the file; what is written to `tensor` changes the parameter.
 
-    `plus`: what the file adds to it. `shape`: the file's.
+    `plus`: what the file adds to it. `shape`: the file's. `order`: of its rows in the file. `decay`: the file has the
+    exponential with a minus.
     """
 
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
     plus: float = 0.0
+    order: Tensor | None = None
+    decay: bool = False
+
+    def data(self) -> np.ndarray:
+        """As the file has it, float32."""
+        tensor = self.tensor if self.order is None else self.tensor[self.order]
+        tensor = -tensor.exp() if self.decay else tensor + self.plus
+        return tensor.reshape(self.shape).numpy()
+
+    def take(self, data: np.ndarray) -> None:
+        """Change the parameter to what the file has."""
+        tensor = torch.from_numpy(data.reshape(self.tensor.shape).astype(np.float32))
+        tensor = tensor.neg().log() if self.decay else tensor - self.plus
+        self.tensor[slice(None) if self.order is None else self.order] = tensor
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
@@ -128,9 +157,7 @@ def write_gguf(
     of the vocabulary, if not as many as the embedding has rows. `change`: the data of a tensor [rows, ...] by its name,
     before it is written.
     """
-    torch.manual_seed(seed)
-    network: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    _randomize(network)
+    network = random_network(config, seed)
     writer = _writer(path, config, metadata or {}, omit, part_tensors)
     _add_tokenizer(writer, config.vocab_size if tokens is None else tokens, pre)
     for name, data in (_rope_tensors(config) | dict(extra_tensors or {})).items():
@@ -139,7 +166,7 @@ def write_gguf(
     for view in _views(network, config):
         packed, kind = _pack(view, quantization, rng)
         values = gguf.quants.dequantize(packed, kind) if packed.dtype == np.uint8 else packed
-        view.tensor.copy_(torch.from_numpy(values.reshape(view.tensor.shape).astype(np.float32)) - view.plus)
+        view.take(values)
         if view.name not in omit:
             packed = packed if change is None else change(view.name, packed)
             writer.add_tensor(view.name, np.ascontiguousarray(packed), raw_dtype=kind)
@@ -148,6 +175,20 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return network
+
+
+def random_network(config: Any, seed: int) -> nn.Module:
+    """What `write_gguf` writes: its numbers before they are rounded."""
+    torch.manual_seed(seed)
+    network: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    _randomize(network)
+    return network
+
+
+def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and the biases of routers, which are none."""
+    biases = {name: buffer for name, buffer in network.named_buffers() if name.endswith("expert_bias")}
+    return dict(network.named_parameters()) | biases
 
 
 def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator) -> np.ndarray:
@@ -169,7 +210,7 @@ def _set_scales(blocks: np.ndarray, scales: Mapping[int, np.ndarray], factor: fl
 
 def _randomize(network: nn.Module) -> None:
     """Weights whose permutations and omissions change the output: no norm is all ones, no bias zero."""
-    for name, parameter in network.named_parameters():
+    for name, parameter in stored_tensors(network).items():
         scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
         nn.init.normal_(parameter, 1.0 if "norm" in name and "weight" in name else 0.0, scale)
 
@@ -177,9 +218,9 @@ def _randomize(network: nn.Module) -> None:
 def _pack(view: View, quantization: str, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
     """The data of a tensor as it is written, and its type."""
     kind = gguf.GGMLQuantizationType[quantization]
-    data = (view.tensor.reshape(view.shape) + view.plus).numpy()
-    size = gguf.GGML_QUANT_SIZES[kind][0]
-    if data.ndim == 1 or "ffn_gate_inp" in view.name or view.name.endswith(".bias") or data.shape[-1] % size:
+    data, size = view.data(), gguf.GGML_QUANT_SIZES[kind][0]
+    floats = "ffn_gate_inp" in view.name or view.name.endswith((".bias", *FLOATS))
+    if floats or data.ndim == 1 or data.shape[-1] % size:
         return data, gguf.GGMLQuantizationType.F32
     if quantization in ("F32", "F16"):
         return data.astype({"F32": np.float32, "F16": np.float16}[quantization]), kind
@@ -193,22 +234,25 @@ def _views(network: nn.Module, config: Any) -> Iterator[View]:
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     [arch] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, parameter in network.named_parameters():  # tied ones once
+    for name, parameter in stored_tensors(network).items():
         tensor = parameter.data
         if ".experts." in name:
             yield from _expert_views(name, tensor, interleaved=architecture == "gpt-oss")
             continue
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        found = names.get_name(converted_name(name), try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         found = f"{found}.weight" if name.endswith("sinks") else found
-        shape = tuple(tensor.shape)
-        if heads := _permuted_heads(found, architecture, config):
+        shape = state_shape(found, tensor, config)
+        if (order := tiled_rows(found, tensor, config)) is not None:
+            yield View(found, tensor, shape, order=order, decay=found.endswith("ssm_a"))
+        elif heads := _permuted_heads(found, architecture, config):
             yield View(found, tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2), shape)
         elif "ffn_gate_inp_shexp" in found:
             yield View(found, tensor[0], shape[1:])
         else:
-            plus = 1.0 if architecture in PLUS_ONE and found.endswith("norm.weight") else 0.0
-            yield View(found, tensor, shape, plus)
+            plus_one = is_plus_one(found, config) or (architecture in PLUS_ONE and found.endswith("norm.weight"))
+            view = tiled_columns(found, tensor, config)
+            yield View(found, view, shape, float(plus_one), decay=found.endswith("ssm_a"))
 
 
 def _permuted_heads(name: str, architecture: str, config: Any) -> int:
@@ -253,6 +297,9 @@ def _writer(path: Path, config: Any, replaced: Mapping[str, Any], omit: Collecti
     writer = _Writer(None, architecture, split_max_tensors=part_tensors, omit=omit, replaced=replaced)
     experts = config.model_type == "gpt_oss"
     writer.add_name(path.stem)
+    if config.model_type in STATE_KINDS:
+        add_state_keys(writer, config)
+        return writer
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -318,7 +365,7 @@ def _add_rope(writer: _Writer, config: Any) -> None:
 
 def _rope_tensors(config: Any) -> dict[str, np.ndarray]:
     """Frequency factors, which a file has as tensors."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{way}.weight": np.array(rope[f"{way}_factor"], np.float32) for way in ("long", "short")}
     if rope.get("rope_type") != "llama3":

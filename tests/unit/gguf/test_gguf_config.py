@@ -9,9 +9,12 @@ import pytest
 from transformers import AutoConfig
 
 from paceline.gguf.gguf_config import KINDS as KNOWN
-from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, llama3_factors, shortest, transformers_config
+from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile
+from paceline.gguf.gguf_keys import shortest
+from paceline.gguf.gguf_rope import llama3_factors
 from tests.helpers.gguf_files import KINDS, YARN, tiny_config, write_gguf
+from tests.helpers.gguf_states import STATE_ARCHITECTURES
 
 UNTOLD = {"_name_or_path", "architectures", "model_type", "dtype"}
 """GgufSettings that no tensor depends on, or that name the same network."""
@@ -146,3 +149,76 @@ def test_settings_are_used_as_those_of_transformers() -> None:
 )
 def test_a_fault_is_a_sentence_that_names_the_key(options: dict[str, Any], fault: str, tmp_path: Path) -> None:
     assert fault in refusal(tmp_path, tiny_config("llama"), **options)
+
+
+def test_layers_that_keep_states_are_named_or_three_of_four(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_5_text", num_hidden_layers=5, layer_types=None)
+    every = read(tmp_path, config, omit=["qwen35.attention.recurrent_layers"])["layer_types"]
+    assert every == config.layer_types == ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+    both = {"omit": ["qwen35.attention.recurrent_layers"], "metadata": {"qwen35.full_attention_interval": 2}}
+    assert read(tmp_path, config, **both)["layer_types"][:3] == [
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+    ]
+
+
+def test_layers_for_drafting_do_not_count(tmp_path: Path) -> None:
+    drafting = {
+        **{"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1},
+        "qwen35.attention.recurrent_layers": [True, False, True, False],
+    }
+    config = read(tmp_path, tiny_config("qwen3_5_text"), metadata=drafting)
+    assert (config["num_hidden_layers"], len(config["layer_types"])) == (3, 3)
+
+
+def test_yarn_turns_the_part_of_a_head_that_is_rotated(tmp_path: Path) -> None:
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    metadata = {f"qwen35.rope.scaling.{key}": value for key, value in keys.items()}
+    rotary = read(tmp_path, tiny_config("qwen3_5_text"), metadata=metadata)["rope_parameters"]
+    assert rotary == {**YARN, "partial_rotary_factor": 0.25}
+
+
+def test_the_root_mean_square_norms_number_wins_over_the_other(tmp_path: Path) -> None:
+    both = {"nemotron_h.attention.layer_norm_rms_epsilon": 2.0e-6}
+    assert read(tmp_path, tiny_config("nemotron_h"))["layer_norm_epsilon"] == 1e-5
+    assert read(tmp_path, tiny_config("nemotron_h"), metadata=both)["layer_norm_epsilon"] == 2e-6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "metadata", "fault"),
+    [
+        ("lfm2", {"attention.sliding_window": 8}, "sliding_window is 8, which is not read here: without it the output"),
+        ("lfm2", {"expert_count": 8}, "expert_count is 8, which is not read here"),
+        ("lfm2", {"attention.causal": False}, "attention.causal is False, which is not read here"),
+        ("lfm2", {"rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor is 0.5, which is not read here"),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 1]}, "head_count_kv differs between layers: [1, 2]"),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, "head_count_kv has 2 layers, and block_count 3"),
+        ("lfm2moe", {"expert_gating_func": 1}, "expert_gating_func is 1, and not 2, for sigmoids"),
+        ("lfm2moe", {"expert_weights_scale": 2.0}, "expert_weights_scale is 2.0, which is not read here"),
+        ("qwen35", {"attention.head_count_kv": [0, 2, 2]}, "attention.head_count_kv is 0, and no positive number"),
+        ("qwen35", {"attention.recurrent_layers": [True]}, "recurrent_layers has 1 layers, and block_count 3"),
+        ("qwen35", {"attention.scale": 0.5}, "attention.scale is 0.5, which is not read here"),
+        ("qwen35", {"ssm.inner_size": 100}, "inner_size is 100, and not 6 heads of ssm.state_size, 16"),
+        ("qwen35", {"ssm.group_count": 4}, "group_count is 4, which does not divide ssm.time_step_rank, 6"),
+        ("qwen35", {"rope.dimension_sections": [11, 11]}, "dimension_sections has 2 numbers, and not 4"),
+        ("qwen35", {"rope.dimension_sections": [4, 4, 0, 4]}, "which leaves some of 4 pairs at 0"),
+        ("qwen35moe", {"expert_weights_scale": 2.0}, "expert_weights_scale is 2.0, which is not read here"),
+        ("nemotron_h", {"ssm.group_count": 3}, "group_count is 3, which does not divide ssm.inner_size, 128"),
+        ("nemotron_h", {"ssm.time_step_rank": 6}, "time_step_rank is 6, which does not divide ssm.inner_size, 128"),
+        ("nemotron_h", {"feed_forward_length": [9, 0, 96, 0]}, "feed_forward_length differs between layers: [9, 96]"),
+        ("nemotron_h", {"feed_forward_length": [0, 96, 96, 0]}, "is 96 in layer 1, which attends"),
+        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size is 16, which is not read here"),
+    ],
+)
+def test_a_key_that_would_change_the_output_is_refused(
+    model_type: str, metadata: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
+    [kind] = [kind for kind, name in STATE_ARCHITECTURES.items() if name == model_type]
+    stored = {f"{model_type}.{key}": value for key, value in metadata.items()}
+    assert fault in refusal(tmp_path, tiny_config(kind), metadata=stored)
+
+
+def test_keys_that_change_nothing_are_not_refused(tmp_path: Path) -> None:
+    harmless = {"attention.causal": True, "expert_count": 0, "rope.scaling.finetuned": True, "vocab_size": 320}
+    assert read(tmp_path, tiny_config("lfm2"), metadata={f"lfm2.{key}": value for key, value in harmless.items()})

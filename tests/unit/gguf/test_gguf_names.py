@@ -12,10 +12,11 @@ from torch import Tensor
 
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufError, GgufFile
-from paceline.gguf.gguf_names import tensor_sources, unpermuted_rows
+from paceline.gguf.gguf_names import grouped_rows, tensor_sources, unpermuted_rows
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.gguf_weights import dequantized
-from tests.helpers.gguf_files import KINDS, SCALES, tiny_config, write_gguf
+from tests.helpers.gguf_files import KINDS, SCALES, random_network, stored_tensors, tiny_config, write_gguf
+from tests.helpers.gguf_states import STATE_KINDS
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 EVERY_FORMAT = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", *SCALES)
@@ -32,7 +33,7 @@ def written(
     """A file, and the weights of the network that it is of."""
     path = tmp_path / f"{model_type}.gguf"
     network = write_gguf(path, tiny_config(model_type, **options), quantization)
-    return path, dict(network.named_parameters())
+    return path, stored_tensors(network)
 
 
 def test_a_row_of_the_first_half_of_a_head_and_one_of_the_second_alternate_in_a_file() -> None:
@@ -62,8 +63,8 @@ def test_biases_of_queries_are_reordered_like_their_rows(tmp_path: Path) -> None
     assert torch.equal(Checkpoint(path).tensor(bias), weights[bias])
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
-def test_gemmas_norms_are_stored_plus_one(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "qwen3_5_text"])
+def test_gemmas_and_qwens_norms_are_stored_plus_one(model_type: str, tmp_path: Path) -> None:
     path, weights = written(tmp_path, model_type)
     norm = weights["model.norm.weight"]
     assert torch.allclose(stored(path, "output_norm.weight"), norm + 1)
@@ -105,6 +106,97 @@ def test_the_gate_of_the_shared_expert_is_a_vector(tmp_path: Path) -> None:
     path, weights = written(tmp_path, "qwen2_moe")
     gate = weights["model.layers.0.mlp.shared_expert_gate.weight"]
     assert torch.equal(stored(path, "blk.0.ffn_gate_inp_shexp.weight"), gate[0])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_5_moe_text"])
+def test_or_a_matrix_of_one_row_as_llama_cpp_b11434_writes_it(model_type: str, tmp_path: Path) -> None:
+    def one_row(name: str, data: np.ndarray) -> np.ndarray:
+        return data[None] if name.endswith("ffn_gate_inp_shexp.weight") else data
+
+    network = write_gguf(tmp_path / "model.gguf", tiny_config(model_type), "F32", change=one_row)
+    assert GgufFile(tmp_path / "model.gguf").tensor("blk.0.ffn_gate_inp_shexp.weight").shape == (1, 64)
+    name = "model.layers.0.mlp.shared_expert_gate.weight"
+    checkpoint = Checkpoint(tmp_path / "model.gguf")
+    assert checkpoint.shape(name) == (1, 64)
+    assert torch.equal(checkpoint.tensor(name), network.get_parameter(name))
+
+
+def test_value_heads_of_one_key_head_are_apart_in_qwen_3_5_files(tmp_path: Path) -> None:
+    config = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 2}
+    assert grouped_rows(6, config).tolist() == [0, 2, 4, 1, 3, 5]
+    assert grouped_rows(12, config).tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+    assert grouped_rows(15, config).tolist()[:7] == [0, 1, 2, 3, 4, 7, 8]  # after three rows of keys
+    path, weights = written(tmp_path, "qwen3_5_text")
+    heads = torch.tensor([0, 2, 4, 1, 3, 5])
+    rows = (heads[:, None] * 16 + torch.arange(16)).flatten()
+    layer = "model.layers.0.linear_attn"
+    joint, convolution = weights[f"{layer}.in_proj_qkv.weight"], weights[f"{layer}.conv1d.weight"]
+    for name, expected, order in (
+        ("attn_gate.weight", weights[f"{layer}.in_proj_z.weight"], rows),
+        ("ssm_alpha.weight", weights[f"{layer}.in_proj_a.weight"], heads),
+        ("ssm_beta.weight", weights[f"{layer}.in_proj_b.weight"], heads),
+        ("ssm_dt.bias", weights[f"{layer}.dt_bias"], heads),
+        ("ssm_out.weight", weights[f"{layer}.out_proj.weight"].mT, rows),
+        ("attn_qkv.weight", joint, torch.cat([torch.arange(64), 64 + rows])),
+        ("ssm_conv1d.weight", convolution[:, 0], torch.cat([torch.arange(64), 64 + rows])),
+    ):
+        found = stored(path, f"blk.0.{name}")
+        assert torch.equal((found.mT if name == "ssm_out.weight" else found)[order], expected), name
+        assert not torch.equal(found.mT if name == "ssm_out.weight" else found, expected), name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("qwen3_5_text", "linear_attn"), ("nemotron_h", "mixer")], ids=["qwen35", "nemotron_h"]
+)
+def test_a_decay_is_stored_as_its_negative_exponential(model_type: str, name: str, tmp_path: Path) -> None:
+    path, weights = written(tmp_path, model_type)
+    decay = weights[f"model.layers.0.{name}.A_log"]
+    found = stored(path, "blk.0.ssm_a")
+    assert found.max() < 0
+    assert torch.allclose(found.flatten().sort().values, (-decay.exp()).sort().values)
+    # The logarithm before it is rounded, not after: a bfloat16 that was stored so comes back.
+    rounded = Checkpoint(path).tensor(f"model.layers.0.{name}.A_log", torch.bfloat16)
+    assert torch.equal(rounded, decay.bfloat16())
+
+
+def test_rows_of_queries_and_keys_are_reordered_in_nemotron_files_although_nothing_turns(tmp_path: Path) -> None:
+    path, weights = written(tmp_path, "nemotron_h")
+    for name, heads in (("q", 4), ("k", 2)):
+        rows = stored(path, f"blk.1.attn_{name}.weight")
+        assert torch.equal(rows[unpermuted_rows(heads, 32)], weights[f"model.layers.1.mixer.{name}_proj.weight"])
+
+
+def test_shapes_of_mamba_2_in_files(tmp_path: Path) -> None:
+    path, weights = written(tmp_path, "nemotron_h")
+    shapes = {"ssm_a": (8, 1), "ssm_d": (8, 1), "ssm_norm.weight": (2, 64), "ssm_conv1d.weight": (192, 4)}
+    for name, shape in shapes.items():
+        assert GgufFile(path).tensor(f"blk.0.{name}").shape == shape
+    assert torch.equal(stored(path, "blk.0.ssm_norm.weight").flatten(), weights["model.layers.0.mixer.norm.weight"])
+
+
+def test_lfm2s_last_norm_has_the_name_of_an_embeddings(tmp_path: Path) -> None:
+    path, weights = written(tmp_path, "lfm2")
+    assert torch.equal(stored(path, "token_embd_norm.weight"), weights["model.embedding_norm.weight"])
+
+
+@pytest.mark.parametrize("model_type", STATE_KINDS)
+def test_what_is_read_is_what_was_there_before_the_file(model_type: str, tmp_path: Path) -> None:
+    path, weights = written(tmp_path, model_type)
+    original = stored_tensors(random_network(tiny_config(model_type), seed=0))
+    assert original.keys() == weights.keys() == set(Checkpoint(path).names)
+    for name, tensor in original.items():
+        assert torch.allclose(Checkpoint(path).tensor(name), tensor, rtol=1e-6, atol=1e-6), name
+
+
+def test_layers_for_drafting_after_the_last_are_not_read(tmp_path: Path) -> None:
+    states = {"qwen35.block_count": 4, "qwen35.attention.recurrent_layers": [True, False, True, False]}
+    extra = {"blk.3.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
+    path = tmp_path / "model.gguf"
+    counted = {**states, "qwen35.nextn_predict_layers": 1}
+    network = write_gguf(path, tiny_config("qwen3_5_text"), "F32", extra_tensors=extra, metadata=counted)
+    assert set(Checkpoint(path).names) == {name for name, _ in network.named_parameters()}
+    write_gguf(path, tiny_config("qwen3_5_text"), "F32", extra_tensors=extra)
+    assert "has the tensor blk.3.nextn.eh_proj.weight, which a qwen3_5_text does not have" in fault_of(path)
 
 
 @pytest.mark.parametrize("model_type", KINDS)

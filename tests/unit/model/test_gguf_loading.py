@@ -34,6 +34,7 @@ from paceline.model.target_weights import load_target_weights
 from paceline.model.transformers_setup import model_config
 from paceline.model_names import ModelNotFoundError, configuration, resolve_model, served_name
 from tests.helpers.gguf_files import KINDS, YARN, tiny_config, write_gguf
+from tests.helpers.gguf_states import STATE_KINDS
 
 CONFIG = EngineConfig(slots=256, dtype="float32")
 TOKENS = [7 * n % 320 for n in range(40)]
@@ -75,6 +76,15 @@ def test_a_dequantised_network_is_the_one_that_was_written(model_type: str, tmp_
     assert torch.equal(logits_of(read(tmp_path / "model.gguf")), logits_of(network))
 
 
+def test_the_bias_of_a_router_stays_float32(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    written = write_gguf(path, tiny_config("lfm2_moe"), "F32")
+    network = read_gguf(path, model_config(path), torch.bfloat16)
+    name = "model.layers.1.feed_forward.expert_bias"
+    assert network.get_parameter("model.embed_tokens.weight").dtype == torch.bfloat16
+    assert torch.equal(network.get_buffer(name), written.get_buffer(name))
+
+
 @pytest.mark.parametrize("model_type", READ_BY_TRANSFORMERS)
 def test_a_dequantised_network_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", tiny_config(model_type), "Q8_0")
@@ -94,6 +104,9 @@ def test_a_dequantised_network_is_that_of_transformers(model_type: str, tmp_path
         ("llama", {"head_dim": 64, "rope_parameters": LLAMA3, "max_position_embeddings": 131072}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen2", {"rope_parameters": YARN}),
+        ("nemotron_h", {"attention_bias": True, "mlp_bias": True}),
+        ("nemotron_h", {"n_groups": 1, "use_conv_bias": False}),
+        ("qwen3_5_text", {"linear_num_value_heads": 2}),
         ("gemma2", {"num_hidden_layers": 46, "hidden_size": 32, "query_pre_attn_scalar": 8}),
     ],
 )
@@ -103,7 +116,9 @@ def test_other_settings_reach_the_network(model_type: str, changes: dict[str, An
     assert torch.equal(logits_of(read(tmp_path / "model.gguf"), tokens), logits_of(network, tokens))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "phi3"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "phi3", *STATE_KINDS]
+)
 def test_a_loaded_model_computes_what_the_file_says(model_type: str, tmp_path: Path) -> None:
     network = write_gguf(tmp_path / "model.gguf", tiny_config(model_type), "F32")
     model = load(str(tmp_path / "model.gguf"), CONFIG)
