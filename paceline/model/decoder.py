@@ -103,8 +103,8 @@ def discover_layers(network: Any, layers: int, device: torch.device) -> tuple[La
     """The heads of layers that attend by `attention_interface`, and the states that others read. `device`: of the
     network, which may be `meta`.
 
-    Raises ValueError if a layer attends twice, or to what an indexer chooses, or if there are no states and a layer does
-    not attend.
+    Raises ValueError if a layer attends twice, or to what an indexer chooses, or if it does not attend and there are no
+    states.
     """
     if getattr(network.config.get_text_config(decoder=True), "index_topk", None):
         raise ValueError("index_topk: its layers attend to what an indexer chooses, which is not known here")
