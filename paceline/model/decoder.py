@@ -144,9 +144,9 @@ class LayeredModel(TransformersModel):
                 if module.weight.dtype in DTYPES:
                     NativeLinear(module, is_head=module is self._head)
             matrices = [each for each in network.parameters() if each.dim() > 1]
-            native = sum(each.numel() for each in matrices if each.is_meta)
+            multiplied = sum(each.numel() for each in matrices if each.is_meta)
             others = sum(each.numel() for each in matrices if not each.is_meta) - self._embedding.weight.numel()
-            self.leaves_little_to_torch = LITTLE * native > others
+            self.leaves_little_to_torch = LITTLE * multiplied > others
         self._graphs: PassGraphs | None = None
         self._graph_wanted = torch.zeros(GRAPH_LOGITS, dtype=torch.int64, device=self.device)
         if expected is not None:
