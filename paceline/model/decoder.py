@@ -56,6 +56,8 @@ with the number of layers."""
 MOST_TOLERANCE = 0.4
 """Whatever transformers' own difference is: its second way may not know a model's attention."""
 
+LITTLE = 0.1
+"""Of the weights that native code multiplies by, at most so many are left to torch where it needs no threads."""
 MEASURED_ROWS = 256
 """Guesses of a pass whose time is measured, at most."""
 CHECKED_REQUESTS = 4
@@ -172,6 +174,10 @@ class LayeredModel(TransformersModel):
                 module = linear.pop()
                 if module.weight.dtype in DTYPES:
                     NativeLinear(module, is_head=module is self._head)
+            matrices = [each for each in network.parameters() if each.dim() > 1]
+            multiplied = sum(each.numel() for each in matrices if each.is_meta)
+            others = sum(each.numel() for each in matrices if not each.is_meta) - self._embedding.weight.numel()
+            self.leaves_little_to_torch = LITTLE * multiplied > others
         self._graphs: PassGraphs | None = None
         self._graph_wanted = torch.zeros(GRAPH_LOGITS, dtype=torch.int64, device=self.device)
         if expected is not None:

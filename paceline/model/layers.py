@@ -401,8 +401,12 @@ class NativeLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         count = self._count(x)
-        product = self._product(rows[:count]).to(x.dtype)
-        return F.pad(product, (0, 0, 0, len(rows) - count)).view(*x.shape[:-1], -1)
+        product = self._product(rows[:count])
+        out = x.new_empty(*x.shape[:-1], product.shape[1])
+        flat = out.view(-1, product.shape[1])
+        flat[:count] = product
+        flat[count:] = 0.0
+        return out
 
     def _count(self, x: Tensor) -> int:
         """The rows that are no padding: a pass has a batch of one. An expert's rows, of two dimensions, are others."""

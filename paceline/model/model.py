@@ -89,10 +89,12 @@ class TransformersModel(ModelInfo):
     """
 
     native = False
-    """Whether passes are native code. Torch then needs no threads: little work is left to it."""
+    """Whether passes are native code."""
     has_native_attention = False
     """Also of states, if it keeps some."""
     has_native_products = False
+    leaves_little_to_torch = False
+    """Whether torch multiplies hardly anything, and needs no threads."""
 
     def __init__(self, info: ModelInfo, cache: KVCache, config: Any) -> None:
         """`config`: transformers' configuration of the text model, or a GGUF file's."""

@@ -64,9 +64,9 @@ def _check_requests(config: EngineConfig) -> None:
 
 
 def limit_torch_threads(model: Model) -> None:
-    """Leave the cores to a native model's threads.
+    """Leave the cores to the threads of native code, where it multiplies.
 
     Little work is left to torch's operators, and a barrier between torch's threads costs more than that work.
     """
-    if isinstance(model, TransformersModel) and model.native:
+    if isinstance(model, TransformersModel) and (model.native or model.leaves_little_to_torch):
         torch.set_num_threads(1)

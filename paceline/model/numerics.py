@@ -37,8 +37,8 @@ def numerics_of(model: TransformersModel, quantization: str) -> str:
     device = model.device
     path = f"native {native_description()}" if model.native else "torch operators"
     if model.has_native_attention and not model.native:
-        native = "attention and products" if model.has_native_products else "attention"
-        path += f", native {native} {native_description()}"
+        what = "attention and products" if model.has_native_products else "attention"
+        path += f", native {what} {native_description()}"
     if model.cache.attention_name:
         path += f", {model.cache.attention_name}"
     if device.type == "cpu" and not model.native:

@@ -19,15 +19,18 @@ from rich.table import Table
 from paceline import family
 from paceline.config import EngineConfig
 from paceline.launcher import StartError
-from paceline.model import Model, load
+from paceline.model import Model, limit_torch_threads, load
 from paceline.model.row_probe import PROBE_CONTEXT, ROW_COUNTS, measure_row_cost
 from paceline.model_names import ModelNotFoundError, resolve_model
-from paceline_lab.bench.gpu.model_shapes import LLAMA_8B
+from paceline_lab.bench.gpu.model_shapes import LLAMA_8B, QWEN_0_8B, Shape
 from paceline_lab.bench.gpu.random_models import build_model, make_network, weight_bytes
 from paceline_lab.training.family.widened_family import widened_family
 
-SHIPPED, WIDENED, RANDOM = SIZES = ("shipped", "widened", "random 8B")
-"""Of the target. The last has the shape of Llama 3.1 8B and random weights. Any other name is a model's."""
+SHIPPED, WIDENED = "shipped", "widened"
+RANDOM: dict[str, Shape] = {"random 8B": LLAMA_8B, "random Qwen3.5-0.8B": QWEN_0_8B}
+"""Targets with random weights."""
+SIZES = (SHIPPED, WIDENED, *RANDOM)
+"""Of the target. Any other name is a model's."""
 MOST = 64
 
 
@@ -41,7 +44,9 @@ def run(console: Console, device: str, sizes: Collection[str], context: int | No
     for size in sizes:
         with TemporaryDirectory() as folder:
             engine = EngineConfig(device=device, slots=max(4096, 4 * context), threads=os.cpu_count() or 1)
+            torch.set_num_threads(engine.threads)
             model, size_bytes = _model(size, Path(folder), engine)
+        limit_torch_threads(model)
         cost = measure_row_cost(model, MOST, context=context)
         found[size] = {
             "numerics": model.numerics,
@@ -60,9 +65,10 @@ def run(console: Console, device: str, sizes: Collection[str], context: int | No
 
 def _model(size: str, folder: Path, engine: EngineConfig) -> tuple[Model, int]:
     """The model, and the bytes of its weights."""
-    if size == RANDOM:
-        network = make_network(LLAMA_8B, torch.device(engine.device))
-        return build_model(network, engine), weight_bytes(network)
+    if size in RANDOM:
+        network = make_network(RANDOM[size], torch.device(engine.device))
+        size_bytes = weight_bytes(network)
+        return build_model(network, engine), size_bytes
     path = _checkpoint(size, folder)
     files = path.glob("*.safetensors") if path.is_dir() else (path,)
     return load(str(path), engine), sum(file.stat().st_size for file in files)

@@ -79,6 +79,7 @@ constexpr int MOST_BLOCKS = 4, MOST_ROWS = 6;  // 24 of 32 registers hold sums
 #else
 constexpr int MOST_BLOCKS = 1, MOST_ROWS = 4;  // a vector takes two registers of AVX2, four of NEON
 #endif
+constexpr int MOST_WIDENED_ROWS = 6;  // 12 of 16 registers hold sums, with AVX2
 
 // Rows that a product takes, in the form of its matrix: [rows, padded in] of T, or quantised; null for one that no column needs.
 template <class T>
@@ -135,6 +136,8 @@ class Matrix {
     }
 
    private:
+    static constexpr bool WIDENS = MOST_BLOCKS == 1 && Element<T>::PER_WORD == 2;
+
     struct Panel {  // weights [words, blocks * LANES]
         const uint32_t* weights;
         int column, blocks;
@@ -192,6 +195,8 @@ class Matrix {
         }
 #endif
         if (!rows) return;
+        if constexpr (WIDENS)
+            if (rows >= SOME_ROWS) return widened_product(part, x, rows, y, stride, add);
         int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
         for (const Panel& panel : parts_[part]) {
             // The first tile reads the panel from memory, the others from a cache. To keep memory busy, each prefetches its
@@ -206,6 +211,41 @@ class Matrix {
                 row += count;
             }
         }
+    }
+
+    // As `dense_product` bit for bit, for bf16 where no instruction multiplies it: rows are widened once, for all panels.
+    void widened_product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
+        const size_t width = (size_t)words_ * Element<T>::PER_WORD;
+        thread_local std::vector<float> numbers;
+        numbers.resize(rows * width);
+        for (size_t i = 0; i < rows * width; i++) numbers[i] = Element<T>::widen_one(x[i]);
+        const int tiles = (rows + MOST_WIDENED_ROWS - 1) / MOST_WIDENED_ROWS;
+        for (const Panel& panel : parts_[part])
+            for (int tile = 0, row = 0; tile < tiles; tile++) {
+                const int count = rows / tiles + (tile < rows % tiles);
+                const size_t next = tile ? 0 : (size_t)words_ * LANES;  // the first tile prefetches the next panel
+                widened_tile(panel, next, count, &numbers[row * width], y + row * stride + panel.column, stride, add);
+                row += count;
+            }
+    }
+    template <int ROWS = MOST_WIDENED_ROWS>
+    void widened_tile(const Panel& panel, size_t ahead, int rows, const float* x, float* y, size_t stride, bool add) const {
+        if constexpr (ROWS > 1)
+            if (rows < ROWS) return widened_tile<ROWS - 1>(panel, ahead, rows, x, y, stride, add);
+        PartFloats sums[ROWS][PARTS] = {};
+        const uint32_t* w = panel.weights;
+        for (int i = 0; i < words_; i++, w += LANES) {
+            if (ahead) __builtin_prefetch(w + ahead, 0, 2);
+            // The upper halves of words, then the lower ones: few vectors are needed at a time.
+            PartFloats weights[PARTS];
+            for (int p = 0; p < PARTS; p++) weights[p] = (PartFloats)(load<PartWords>(w + PART * p) & 0xffff0000u);
+            for (int r = 0; r < ROWS; r++)
+                for (int p = 0; p < PARTS; p++) sums[r][p] = fused(weights[p], all_of_part(x[2 * ((size_t)r * words_ + i) + 1]), sums[r][p]);
+            for (int p = 0; p < PARTS; p++) weights[p] = (PartFloats)(load<PartWords>(w + PART * p) << 16);
+            for (int r = 0; r < ROWS; r++)
+                for (int p = 0; p < PARTS; p++) sums[r][p] = fused(weights[p], all_of_part(x[2 * ((size_t)r * words_ + i)]), sums[r][p]);
+        }
+        for (int r = 0; r < ROWS; r++) finish(panel, 0, load<Floats>(sums[r]), y + r * stride, add);
     }
 
     Panel pack(Arena& arena, const Column* columns, int first, int blocks) const {

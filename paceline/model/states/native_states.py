@@ -48,7 +48,9 @@ def native_scan(order: TokenOrder, scan: Scan, states: Tensor, inputs: Tensor, k
     queries, out = scan.queries.contiguous(), torch.zeros(scan.values.shape)
     rates = None if scan.rates is None else scan.rates.contiguous()
     spec = _ScanSpec(
-        _TokenOrder(len(order.parents), *map(address, order[:2]), len(order.saves), address(order.saves)),
+        _TokenOrder(
+            len(order.parents), address(order.parents), address(order.sources), len(order.saves), address(order.saves)
+        ),
         *(heads, scan.keys.shape[1], size, channels, scan.decays.shape[2], scan.betas is not None),
         *map(address, (rates, states, inputs, kept, queries, out)),
     )
@@ -68,9 +70,11 @@ class NativeConvolution:
 
     def __call__(self, cache: StateCache, this: StatePass, memory: Tensor, inputs: Tensor) -> Tensor:
         """Of inputs [R, C], [R, C]; `memory` [first row, C] is advanced."""
-        out = torch.empty_like(inputs)
+        assert this.order is not None
+        out = torch.zeros_like(inputs)
         spec = _ConvolutionSpec(
-            *(inputs.dtype == torch.bfloat16, self._is_silu, *inputs.shape, self._convolution.taps, cache.window),
+            *(inputs.dtype == torch.bfloat16, self._is_silu, this.order.rows),
+            *(inputs.shape[1], self._convolution.taps, cache.window),
             *map(address, (self._weights, self._bias, memory)),
             *(cache.first_entry, cache.first_row),
             *map(address, (inputs, this.windows)),

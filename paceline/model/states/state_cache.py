@@ -58,6 +58,8 @@ class TokenOrder(NamedTuple):
     """A row, or ~ the index of kept inputs."""
     saves: Tensor
     """[n, 2], by token: a token, and the state that it replaces."""
+    rows: int
+    """Of the pass, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +429,8 @@ class _Paths:
 
     def _order(self) -> TokenOrder:
         saves = self._integers(sorted(self._saves)).view(-1, 2)
-        return TokenOrder(self._integers(self._parents), self._integers(self._sources), saves)
+        rows = len(self._windows)
+        return TokenOrder(self._integers(self._parents), self._integers(self._sources), saves, rows)
 
     def _level(self, level: _OpenLevel, above: _OpenLevel | None) -> Level:
         def position(token: _Token, of: _OpenLevel) -> int:

@@ -36,6 +36,20 @@ QWEN_14B: Shape = {
     "rms_norm_eps": 1e-6,
 }
 """As in the config.json of Qwen/Qwen3-14B."""
+QWEN_0_8B: Shape = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
+"""Of Qwen3.5-0.8B's text model. Every fourth layer attends, the others keep states, as transformers' defaults are."""
 TINY: Shape = {
     "vocab_size": 4096,
     "hidden_size": 128,

@@ -17,6 +17,7 @@ from paceline.model import Model
 from paceline.model.loading import build
 from paceline_lab.bench.gpu.model_shapes import Shape
 
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM"}
 GROUP = 128
 """Weights of INT4 that share a scale."""
 
@@ -99,8 +100,7 @@ def write_eagle3(folder: Path, shape: Shape, device: torch.device) -> str:
 
 
 def _config(shape: Shape) -> PretrainedConfig:
-    architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[shape["model_type"]]
-    return AutoConfig.for_model(**shape, dtype="bfloat16", architectures=[architecture])
+    return AutoConfig.for_model(**shape, dtype="bfloat16", architectures=[ARCHITECTURES[shape["model_type"]]])
 
 
 def _drawn(shape: tuple[int, ...] | torch.Size, device: torch.device) -> Tensor:

@@ -468,7 +468,7 @@ def test_passes_of_any_model_are_measured_after_a_context(monkeypatch: pytest.Mo
     assert list(found["passes"]["pydoc-draft"]["ms"]) == [1, 2]
     assert positions[:3] == [(0, 256), (256, 512), (512, 600)], "the context is computed first"
     assert positions[-1] == (600, 601)
-    with pytest.raises(StartError, match="pydok is none of shipped, widened, random 8B; no model at"):
+    with pytest.raises(StartError, match=r"pydok is none of shipped, widened, random .*; no model at"):
         pass_times.run(Console(quiet=True), "cpu", ["pydok"])
 
 
@@ -486,11 +486,18 @@ def recorded(model: Model, positions: list[tuple[int, int]]) -> Model:
 
 def test_passes_of_a_random_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {**model_shapes.LLAMA_8B, **model_shapes.TINY}
-    monkeypatch.setattr(pass_times, "LLAMA_8B", shape)
-    found = pass_times.run(Console(quiet=True), "cpu", [pass_times.RANDOM])["passes"][pass_times.RANDOM]
+    monkeypatch.setitem(pass_times.RANDOM, "random 8B", shape)
+    found = pass_times.run(Console(quiet=True), "cpu", ["random 8B"])["passes"]["random 8B"]
     layer = 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256 + 2 * 128
     assert found["weight_bytes"] == 2 * (2 * 4096 * 128 + 8 * layer + 128)
     assert found["ms"][1] > 0
+
+
+def test_passes_of_a_random_model_that_keeps_states_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "random Qwen3.5-0.8B"
+    monkeypatch.setitem(pass_times.RANDOM, name, {**model_shapes.QWEN_0_8B, **model_shapes.TINY})
+    found = pass_times.run(Console(quiet=True), "cpu", [name])["passes"][name]
+    assert found["ms"][9] > found["ms"][1] > 0
 
 
 def test_a_profile_computes_on_a_device_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
