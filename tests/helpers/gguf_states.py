@@ -1,7 +1,9 @@
 """The layout of GGUF files of kinds whose layers keep states, for `tests.helpers.gguf_files`.
 
-Every key and every byte of a tensor was compared with what `convert_hf_to_gguf.py` of llama.cpp b11434 writes for the
-same network, in float32 and in bfloat16.
+Names, types, shapes and bytes of all tensors were compared with what `convert_hf_to_gguf.py` of llama.cpp b11434 writes
+for the same network, in float32 and in bfloat16, and so were the keys of a kind. They differ in the shape of
+`ffn_gate_inp_shexp` ([64], there [1, 64]), in a size of heads that tiny `lfm2` name here, and in `nemotron_h`'s
+`context_length`, which is 2^20 there.
 """
 
 from __future__ import annotations
