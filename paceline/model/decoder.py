@@ -134,7 +134,6 @@ class LayeredModel(TransformersModel):
         """Raises ValueError if the logits are not transformers'. A rank's logits are not checked: it has only parts."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(network.forward).parameters
         tokens = checked_tokens(len(network.get_output_embeddings().weight), positions, info.slots)
-        expected = None if sharding is not None else _reference(network, tokens)
         intercept_states(network)
         network.set_attn_implementation(ATTENTION)
         use_chunked_linear(network)
@@ -180,7 +179,10 @@ class LayeredModel(TransformersModel):
             self.leaves_little_to_torch = LITTLE * multiplied > others
         self._graphs: PassGraphs | None = None
         self._graph_wanted = torch.zeros(GRAPH_LOGITS, dtype=torch.int64, device=self.device)
-        if expected is not None:
+        if sharding is None:
+            # By native products, too: transformers' own take minutes in bfloat16 on a CPU that does not compute in it.
+            expected = _reference(network, tokens)
+            network.set_attn_implementation(ATTENTION)
 
             def check() -> None:
                 logits = lambda rows, wanted: self.run(rows, wanted).logits  # noqa: E731
