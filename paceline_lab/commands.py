@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import DEFAULT_MODEL, PASS_ON, become, start_errors
+from paceline.family import NAMES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,11 +94,15 @@ Device = Annotated[str, typer.Option(help="Where the models compute, such as cud
 
 
 @bench.command()
-def methods(only: Methods = None, device: Device = "cpu") -> None:
+def methods(
+    only: Methods = None,
+    device: Device = "cpu",
+    model: Annotated[str, typer.Option(help="The target: pydoc, or pydoc-hybrid, with states.")] = NAMES[0],
+) -> None:
     """Acceptance, by depth, and speed-up of every drafting method, on four workloads."""
     from paceline_lab.bench import method_comparison
 
-    _exit_if_equal(_measured(lambda console: method_comparison.run(console, only or (), device)))
+    _exit_if_equal(_measured(lambda console: method_comparison.run(console, only or (), device, target=model)))
 
 
 @bench.command()

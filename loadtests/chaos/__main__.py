@@ -23,7 +23,7 @@ EVERY_S, VLLM_EVERY_S = 2.0, 15.0
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="The target: the timed model, or `pydoc`.")] = None,
+    model: Annotated[str | None, typer.Option(help="The target: the timed model, or one that ships.")] = None,
     engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = "paceline",
     vllm_options: VllmSettings = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="Length of the run.")] = 300.0,

@@ -18,6 +18,7 @@ from loadtests.chaos.chaos_client import ChaosClient
 from loadtests.chaos.chaos_report import ChaosReport
 from loadtests.chaos.chaos_stack import REPLAYS, ChaosStack
 from loadtests.chaos.faults import Fault, random_faults
+from paceline import family
 from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.vllm_options import VllmOptions
@@ -50,11 +51,15 @@ class ChaosOptions:
 def chaos_deployment_options(
     model: str = TARGET, targets: int = 3, drafts: int = 2, vllm: VllmOptions | None = None
 ) -> DeploymentOptions:
-    """The deployment: the timed model and its draft, or a model with weights and the draft it ships with.
+    """The deployment: the timed model and its draft, or a model with weights and a draft that it ships with.
 
     vLLM computes in float32: in bfloat16 two tokens are often so close that their order depends on the batch.
     """
-    speculation = SpeculativeConfig(method="draft_model", model=DRAFT) if model == TARGET else None
+    drafts_of = {
+        TARGET: SpeculativeConfig(method="draft_model", model=DRAFT),
+        family.HYBRID: SpeculativeConfig(method="mtp"),
+    }
+    speculation = drafts_of.get(model)
     engine = EngineConfig(threads=1)
     if vllm is not None:
         engine = EngineConfig(threads=1, cpus=(), dtype="float32")

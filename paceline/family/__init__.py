@@ -1,5 +1,5 @@
-"""The models that ship with the package: a small target that knows the standard library, its drafts, and a head for a
-target that others published."""
+"""The models that ship with the package: a small target that knows the standard library, its drafts, a smaller target
+with states, and a head for a target that others published."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +14,11 @@ HEADS = {
     "mlp_speculator": "pydoc-mlp",
 }
 """By method, heads that were trained for the target."""
+HYBRID = "pydoc-hybrid"
+"""A smaller target whose layers keep states; its checkpoint holds a layer for multi-token prediction."""
 PUBLISHED_HEADS: Mapping[str, str] = {"smollm2-135m-instruct": "smollm2-135m-eagle3"}
 """By published model, an eagle3 head that was trained for it."""
-SHIPPED = (*NAMES, *HEADS.values(), *PUBLISHED_HEADS.values())
+SHIPPED = (*NAMES, *HEADS.values(), HYBRID, *PUBLISHED_HEADS.values())
 
 
 def path(name: str) -> Path:

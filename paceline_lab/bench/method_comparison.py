@@ -1,4 +1,4 @@
-"""`paceline bench methods`: acceptance and speed-up of every drafting method on the shipped model.
+"""`paceline bench methods`: acceptance and speed-up of every drafting method on a shipped model.
 
 One request at a time, in this process, with one thread per core and without prefix caching. All methods share the
 target and the limits DEPTH and NODES, and draft inside the target's process, so a draft has no core of its own. The
@@ -29,9 +29,11 @@ from rich.table import Table
 from paceline import family
 from paceline.cli.progress import progress
 from paceline.config import SamplingParams
+from paceline.drafting.auto_method import has_mtp_layer, shipped_drafts
 from paceline.grammar import grammar_from_schema
 from paceline.llm import LLM
 from paceline.messages import SpeculationStats
+from paceline.model_names import resolve_model
 from paceline.text import Tokenizer
 from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names, results_kept_on_interrupt
 from paceline_lab.bench.workloads import (
@@ -42,7 +44,7 @@ from paceline_lab.bench.workloads import (
     workloads,
 )
 
-TARGET, DRAFT = family.NAMES
+TARGET = family.NAMES[0]
 TEMPERATURES = (0.0, 0.8)
 MAX_TOKENS = 160
 REPETITIONS = 5
@@ -78,12 +80,14 @@ class ComparedMethod(Measurement):
         return [sum(counts) for counts in zip_longest(*by_prompt, fillvalue=0)]
 
 
-def methods() -> dict[str, dict[str, Any]]:
-    """Configuration of every shipped drafting method, by its name in the rows."""
-    with_models = {"draft_model": DRAFT, **family.HEADS}
-    alone = {method: {"method": method, "model": model} for method, model in with_models.items()}
-    best = "eagle3" if "eagle3" in family.HEADS else "draft_model"
-    both = {f"suffix + {best}": {"method": ["suffix", best], "model": with_models[best], **SUFFIX_WITHOUT_HISTORY}}
+def methods(target: str = TARGET) -> dict[str, dict[str, Any]]:
+    """Configuration of every drafting method that ships for a target, by its name in the rows."""
+    folder = resolve_model(target)
+    models: dict[str, dict[str, Any]] = {name: {"model": model} for name, model in shipped_drafts(folder).items()}
+    models |= {"mtp": {}} if has_mtp_layer(folder) else {}
+    alone = {method: {"method": method, **model} for method, model in models.items()}
+    best = "eagle3" if "eagle3" in models else next(iter(models), None)
+    both = {f"suffix + {best}": {"method": ["suffix", best], **models[best], **SUFFIX_WITHOUT_HISTORY}} if best else {}
     return {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix", **SUFFIX_WITHOUT_HISTORY}, **alone, **both}
 
 
@@ -98,20 +102,22 @@ def run(
     only: Collection[str] = (),
     device: str = "cpu",
     *,
+    target: str = TARGET,
     loads: Sequence[Workload] = (),
     grammar: str = "",
 ) -> dict[str, Any]:
     """Measure and show; return the JSON document. Ctrl-C ends the run with the workloads measured so far.
 
     `only` names the methods to measure; empty means all. `device`: of the target and of drafts, as torch names it.
+    `target`: a model that ships, or has the shipped tokenizer.
     `loads`: the workloads; empty: all four. `grammar`: of every output. Raises `StartError` for an unknown name.
     """
-    known = methods()
+    known = methods(target)
     check_names(only, known)
     chosen = {name: config for name, config in known.items() if not only or name in only}
     rows: list[dict[str, Any]] = []
     with console.status("loading"):
-        llms = load_methods(chosen, device)
+        llms = load_methods(chosen, device, target)
     cells = list(product(loads or (*workloads(), *repetitive_workloads()), TEMPERATURES))
     prompts = sum(len(workload.bodies) for workload, _ in cells)
     with (
@@ -181,10 +187,10 @@ def prompts_of(workload: Workload) -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts]
 
 
-def load_methods(configs: Mapping[str, Mapping[str, Any]], device: str) -> dict[str, LLM]:
+def load_methods(configs: Mapping[str, Mapping[str, Any]], device: str, target: str = TARGET) -> dict[str, LLM]:
     """One LLM per method, over one loaded target."""
-    target = LLM(TARGET, engine_config={**ENGINE, "device": device})
-    return {name: target.with_speculation({**LIMITS, **config}) for name, config in configs.items()}
+    loaded = LLM(target, engine_config={**ENGINE, "device": device})
+    return {name: loaded.with_speculation({**LIMITS, **config}) for name, config in configs.items()}
 
 
 def _show(console: Console, plain: Measurement, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -4,9 +4,10 @@
 
 `tokenizer` trains the tokenizer and encodes the corpus; `shallow` trains the target's first 16 layers, `deep` adds
 layers and trains on, `target` trains it to edit code and to extract facts; `draft` lets the target write and read, and
-trains the draft on its outputs; `heads` trains heads for the target on the same text; `card` measures all and writes
-their cards; `export` writes the newest checkpoint of a target still in training. Every step can be stopped by SIGTERM
-and resumed, with other threads or another budget.
+trains the draft on its outputs; `heads` trains heads for the target on the same text; `hybrid` trains a smaller target
+whose layers keep states, on the draft's lessons, and its layer for multi-token prediction; `card` measures all and
+writes their cards; `export` writes the newest checkpoint of a target still in training. Every step can be stopped by
+SIGTERM and resumed, with other threads or another budget.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from paceline.family import HEADS
@@ -26,7 +28,7 @@ from paceline_lab.training.family.distillation import DistillationData, begin_dr
 from paceline_lab.training.family.docstring_chats import chats, questions
 from paceline_lab.training.family.edit_chats import edits
 from paceline_lab.training.family.extraction_chats import extractions
-from paceline_lab.training.family.family_evaluation import measure, stored_parameters
+from paceline_lab.training.family.family_evaluation import greedy_responses, measure, stored_parameters
 from paceline_lab.training.family.family_models import (
     deepened,
     draft_config,
@@ -37,7 +39,8 @@ from paceline_lab.training.family.family_models import (
     target_config,
 )
 from paceline_lab.training.family.family_tokenizer import train_tokenizer
-from paceline_lab.training.family.model_card import TrainingRecord, draft_card, head_card, target_card
+from paceline_lab.training.family.hybrid_model import hybrid_config, load_hybrid, new_hybrid, save_hybrid
+from paceline_lab.training.family.model_card import TrainingRecord, draft_card, head_card, hybrid_card, target_card
 from paceline_lab.training.family.stdlib_corpus import source_texts
 from paceline_lab.training.family.target_text import PIECE, continuations_by_target, question_responses
 from paceline_lab.training.family.token_corpus import (
@@ -50,10 +53,13 @@ from paceline_lab.training.family.token_corpus import (
     save_documents,
     windows,
 )
-from paceline_lab.training.family.trainer import Phase, Schedule, Trainer
+from paceline_lab.training.family.trainer import Model, Phase, Schedule, Trainer
 from paceline_lab.training.family.training_session import TrainingStopped, held_out_loss_of, read_journal, train
 from paceline_lab.training.family.workspace import Workspace
-from paceline_lab.training.heads.train_head import HeadTrainingOptions, train_head
+from paceline_lab.training.heads.hybrid_mtp_module import begun_mtp
+from paceline_lab.training.heads.target_output_cache import TargetOutputCache
+from paceline_lab.training.heads.target_reader import TargetReader, draft_loss
+from paceline_lab.training.heads.train_head import RECIPES, HeadTrainingOptions, evaluation, train_head
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +67,21 @@ SHALLOW_SCHEDULE = Schedule((Phase(0.82, 16, 256), Phase(1.0, 2, 2048)))
 DEEP_SCHEDULE = Schedule((Phase(0.82, 16, 256), Phase(1.0, 2, 2048)), muon_rate=0.01, adam_rate=1.5e-3, decay_from=0.1)
 TAUGHT_SCHEDULE = Schedule((Phase(1.0, 2, 1024),), muon_rate=0.006, adam_rate=5e-4, warmup=0.02, decay_from=0.05)
 DRAFT_SCHEDULE = Schedule((Phase(1.0, 4, 1024),))
+HYBRID_SCHEDULE = Schedule((Phase(1.0, 1, 1024),))
+HYBRID_MTP_SCHEDULE = Schedule((Phase(1.0, 1, 512),), adam_rate=2e-3)
 ANSWERED = 48
 """About the tokens of a question and its answer."""
 EDITS, EXTRACTIONS, READ = 9000, 3000, 700_000
 """Chats of two kinds for the target's last training, and tokens of other text, so that it forgets nothing."""
 PART = 6000
 """Most tokens of one document of the other text."""
+HYBRID_MEMORY = 2 * 10**9
+"""Bytes for the hybrid's outputs, so that it reads the text once."""
 MODELS = ("shallow", "deep", "target", "draft")
-SHARES = {"shallow": 0.35, "deep": 0.15, "target": 0.2, "draft": 0.1, "heads": 0.2}
+SHARES = {"shallow": 0.35, "deep": 0.15, "target": 0.15, "draft": 0.1, "heads": 0.15, "hybrid": 0.1}
 """Shares of the minutes of `all`."""
+HYBRID_SHARES = {"hybrid": 0.7, "hybrid-mtp": 0.3}
+"""Shares of the hybrid's minutes."""
 HEAD_SHARES = {"eagle3": 0.6, "eagle": 0.1, "mtp": 0.1, "medusa": 0.1, "mlp_speculator": 0.1}
 """Shares of the heads' minutes."""
 
@@ -133,6 +145,47 @@ def train_heads(space: Workspace) -> None:
                 device=space.device,
             )
         )
+
+
+def train_hybrid(space: Workspace) -> None:
+    """Train the hybrid on the draft's lessons, then its layer for multi-token prediction on its own outputs, and write
+    both with their card. Both learn in float32."""
+    lessons, held_out = _lessons(space), space.held_out()
+    minutes = {name: space.minutes * share for name, share in HYBRID_SHARES.items()}
+    hybrid = new_hybrid(hybrid_config(), space.target(), seed=8).to(space.device)
+    trainer = Trainer(
+        hybrid, lessons.stream(seed=9), lessons.divergence, HYBRID_SCHEDULE, 60 * minutes["hybrid"], dtype=torch.float32
+    )
+    _resumed(trainer, space.folder / "hybrid.pt")
+    train(trainer, space.folder / "hybrid", held_out_loss_of(hybrid, held_out))
+
+    recipe = RECIPES["mtp"]
+    mtp = begun_mtp(hybrid, seed=10).to(space.device)
+    reader = TargetReader(hybrid, recipe.layers(hybrid.config.num_hidden_layers))
+    library = TargetOutputCache(reader, space.corpus(), HYBRID_MEMORY)
+
+    def loss(model: nn.Module, names: Tensor) -> Tensor:
+        reading = library.read(names)
+        return draft_loss(model(reading, recipe.steps), reading)
+
+    stream, budget = library.stream(seed=21), 60 * minutes["hybrid-mtp"]
+    head = Trainer(mtp, stream, loss, HYBRID_MTP_SCHEDULE, budget, dtype=torch.float32)
+    _resumed(head, space.folder / "hybrid-mtp.pt")
+    train(head, space.folder / "hybrid-mtp", evaluation(mtp, recipe.steps, reader, held_out))
+    save_hybrid(hybrid, mtp, space.tokenizer(), space.hybrid_folder)
+    write_hybrid_card(space)
+
+
+def write_hybrid_card(space: Workspace) -> None:
+    """Measure the exported hybrid and write its card."""
+    folder, hybrid = space.hybrid_folder, load_hybrid(space.hybrid_folder)
+    journal, mtp_journal = (read_journal(space.folder / f"{name}.jsonl") for name in HYBRID_SHARES)
+    measured = {
+        "parameters": stored_parameters(folder),
+        "lesson_tokens": DistillationData.load(space.lessons_file).ids_RL.numel(),
+        "answers": greedy_responses(hybrid, space.tokenizer()),
+    }
+    (folder / "README.md").write_text(hybrid_card(hybrid.config, journal, mtp_journal, measured))
 
 
 def write_cards(space: Workspace) -> None:
@@ -214,7 +267,7 @@ def _draft_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
     return _resumed(trainer, space.folder / "draft.pt")
 
 
-def _resumed(trainer: Trainer[LlamaForCausalLM], checkpoint: Path) -> Trainer[LlamaForCausalLM]:
+def _resumed(trainer: Trainer[Model], checkpoint: Path) -> Trainer[Model]:
     if checkpoint.exists():
         trainer.load(checkpoint)
     return trainer
@@ -246,6 +299,7 @@ COMMANDS: dict[str, Callable[[Workspace], None]] = {
     "target": train_target,
     "draft": train_draft,
     "heads": train_heads,
+    "hybrid": train_hybrid,
     "card": write_cards,
     "export": export_target,
     "all": build_all,

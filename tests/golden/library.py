@@ -1,6 +1,6 @@
 """Requests to `paceline.llm.LLM`: every way to draft, to verify and to sample, in one process.
 
-Table models have no weights: their answers are the same on every machine. The shipped family runs in float32: another
+Table models have no weights: their answers are the same on every machine. Models with weights run in float32: another
 machine rounds otherwise, by less than what two tokens differ by.
 """
 
@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from paceline import family
 from paceline.config import SamplingParams
 from paceline.llm import LLM, Completion
+from tests.exactness.architectures import VOCABULARY, tiny
+from tests.helpers.checkpoints import save_tokenizer
 
 TABLE, OTHER_TABLE = "table:64", "table:64:0.3"
 TARGET, DRAFT = family.NAMES
+RANDOM = "random:"
+"""Before the name of an architecture: a tiny network of it, with random weights of a fixed seed."""
 TOKENS = 24
 NUMBERS = ([1, 2, 3, 1, 2, 3, 1, 2], [5, 9, 13, 17, 5, 9, 13, 17, 5], list(range(40)))
 TEXTS = ("def area(width, height):\n    return", "import json\n\ndef load(path):\n", "class Stack:\n    def push(self,")
@@ -55,7 +61,13 @@ class Setup:
     def load(self) -> LLM:
         engine = {"slots": 1024, "threads": 1, "max_num_batched_rows": 64}
         engine |= {} if self.model.startswith("table:") else {"dtype": "float32"}
-        return LLM(self.model, dict(self.speculation), engine | dict(self.engine))
+        engine |= self.engine
+        if not self.model.startswith(RANDOM):
+            return LLM(self.model, dict(self.speculation), engine)
+        with TemporaryDirectory() as folder:
+            tiny(self.model.removeprefix(RANDOM)).save_pretrained(folder)
+            save_tokenizer(Path(folder), range(VOCABULARY))
+            return LLM(folder, dict(self.speculation), engine)
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,7 @@ def calls() -> Iterator[tuple[str, Setup, dict[str, Call]]]:
     yield from _strategies()
     yield from _loads()
     yield from _family()
+    yield from _states()
 
 
 def _strategies() -> Iterator[tuple[str, Setup, dict[str, Call]]]:
@@ -148,3 +161,17 @@ def _family() -> Iterator[tuple[str, Setup, dict[str, Call]]]:
                 "speculation off": Call(TEXTS[2:], DRAWN, speculative=False),
             }
         yield f"{TARGET}, {name}", Setup(TARGET, local), asked
+
+
+def _states() -> Iterator[tuple[str, Setup, dict[str, Call]]]:
+    """Targets whose layers keep states: gated delta rule, and Mamba-2."""
+    lookups: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}}
+    drafts = {"mtp": {"method": "mtp"}, "draft_model": {"method": "draft_model", "model": DRAFT}}
+    for model, methods, prompts in (
+        (family.HYBRID, lookups | drafts, TEXTS[:2]),
+        (f"{RANDOM}nemotron_h", lookups, NUMBERS[:2]),
+    ):
+        for name, method in methods.items():
+            local = method | ({"draft_placement": "target"} if method else {})
+            asked = {"greedy": Call(prompts, {"logprobs": 2}), "drawn": Call(prompts, DRAWN)}
+            yield f"{model}, {name}", Setup(model, local), asked

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from paceline_lab.training.family.distillation import KEPT
 from paceline_lab.training.family.family_evaluation import COMPLETION, CONTEXT, FUNCTIONS
 from paceline_lab.training.family.stdlib_corpus import HELD_OUT
 
 COMMAND = (
-    "python -m paceline_lab.training.train_family all --minutes {minutes:.0f} --work-dir work --out paceline/family"
+    "python -m paceline_lab.training.train_family {step} --minutes {minutes:.0f} --work-dir work --out paceline/family"
 )
 
 TARGET_CARD = """\
@@ -113,6 +114,44 @@ How often the draft's most probable next token is the target's.
 ```
 """
 
+HYBRID_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+language: en
+---
+# pydoc-hybrid
+
+A language model of {parameters} parameters with layers that keep a state, so that speculation with them can be tried
+and tested: a Qwen3.5 with the tokenizer of `pydoc`, distilled from it in minutes. It writes worse than `pydoc`. Its
+checkpoint holds a layer for multi-token prediction, as Qwen3.5's own do, which drafts for it:
+
+```
+paceline serve pydoc-hybrid --speculative-config '{{"method": "mtp"}}'
+```
+
+| | |
+|---|---|
+| shape | Qwen3.5, {layers} layers, width {width}, inner width {inner}, vocabulary {vocabulary}, bfloat16 |
+| layers | {linear} of gated delta rule with {value_heads} states of {key_size} x {value_size}, {full} of attention |
+| attention | {heads} heads, {kv_heads} key-value heads, {positions} positions |
+| lessons | {lesson_tokens} tokens, with the distributions of `pydoc` |
+| tokens seen | {tokens} in {steps} steps |
+| training time | {minutes} minutes, and {mtp_minutes} of the layer for multi-token prediction |
+| machine | {machine}, {threads} |
+| held-out loss | {held_out_loss} nats per token; `mtp`: {mtp_held_out_loss} |
+| accepted by depth | {accepted} of the likeliest guesses of `mtp`, on held-out sources |
+
+## Greedy answers
+
+{answers}
+
+## Reproduce
+
+```
+{command}
+```
+"""
 
 HEAD_CARD = """\
 ---
@@ -230,11 +269,37 @@ def draft_card(config: LlamaConfig, training: TrainingRecord, measured: Mapping[
     )
 
 
+def hybrid_card(
+    config: Qwen3_5TextConfig,
+    journal: list[dict[str, Any]],
+    mtp_journal: list[dict[str, Any]],
+    measured: Mapping[str, Any],
+) -> str:
+    """The hybrid's README. The second journal is that of its layer for multi-token prediction."""
+    training, mtp = TrainingRecord.from_journal(journal), TrainingRecord.from_journal(mtp_journal).fields()
+    linear = config.layer_types.count("linear_attention")
+    return HYBRID_CARD.format(
+        **_shape(config),
+        **training.fields(),
+        **_circumstances((training.seconds + TrainingRecord.from_journal(mtp_journal).seconds) / 60, "hybrid"),
+        linear=linear,
+        full=config.num_hidden_layers - linear,
+        value_heads=config.linear_num_value_heads,
+        key_size=config.linear_key_head_dim,
+        value_size=config.linear_value_head_dim,
+        parameters=f"{measured['parameters']:,}",
+        lesson_tokens=f"{measured['lesson_tokens']:,}",
+        mtp_minutes=mtp["minutes"],
+        mtp_held_out_loss=mtp["held_out_loss"],
+        accepted=_accepted(mtp_journal),
+        answers="\n\n".join(_answer(*pair) for pair in measured["answers"].items()),
+    )
+
+
 def head_card(
     method: str, name: str, parameters: int, journal: list[dict[str, Any]], measured: Mapping[str, Any]
 ) -> str:
     """A head's README."""
-    [*_, accepted] = [record["accepted_by_depth"] for record in journal if "accepted_by_depth" in record]
     return HEAD_CARD.format(
         name=name,
         method=method,
@@ -242,11 +307,16 @@ def head_card(
         **_circumstances(measured["minutes"]),
         parameters=f"{parameters:,}",
         lesson_tokens=f"{measured['lesson_tokens']:,}",
-        accepted=", ".join(f"{share:.0%}" for share in accepted),
+        accepted=_accepted(journal),
     )
 
 
-def _shape(config: LlamaConfig) -> dict[str, int]:
+def _accepted(journal: list[dict[str, Any]]) -> str:
+    [*_, accepted] = [record["accepted_by_depth"] for record in journal if "accepted_by_depth" in record]
+    return ", ".join(f"{share:.0%}" for share in accepted)
+
+
+def _shape(config: LlamaConfig | Qwen3_5TextConfig) -> dict[str, int]:
     return {
         "layers": config.num_hidden_layers,
         "width": config.hidden_size,
@@ -258,11 +328,11 @@ def _shape(config: LlamaConfig) -> dict[str, int]:
     }
 
 
-def _circumstances(minutes: float) -> dict[str, str]:
+def _circumstances(minutes: float, step: str = "all") -> dict[str, str]:
     return {
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "command": COMMAND.format(minutes=minutes),
+        "command": COMMAND.format(step=step, minutes=minutes),
     }
 
 

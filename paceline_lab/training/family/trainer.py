@@ -1,4 +1,4 @@
-"""Optimisation with checkpoints: float32 master weights, a compute copy in bfloat16, a time budget."""
+"""Optimisation with checkpoints: float32 master weights, a compute copy, by default in bfloat16, a time budget."""
 
 import math
 import time
@@ -70,9 +70,12 @@ class Trainer(Generic[Model]):
         schedule: Schedule,
         budget: float,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        """`dtype`: of the compute copy. float32 is faster for small models on a CPU without bfloat16 products."""
         self.masters = {name: p.detach().float().clone() for name, p in model.named_parameters()}
-        self.model = model.to(torch.bfloat16)
+        self.model = model.to(dtype)
         self.progress = Progress()
         self._stream = stream
         self._loss = loss

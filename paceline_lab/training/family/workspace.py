@@ -31,6 +31,11 @@ class Workspace:
         return self.out / "pydoc-draft"
 
     @property
+    def hybrid_folder(self) -> Path:
+        """The hybrid as it ships."""
+        return self.out / "pydoc-hybrid"
+
+    @property
     def shallow_folder(self) -> Path:
         """The target before it is deepened."""
         return self.folder / "shallow"

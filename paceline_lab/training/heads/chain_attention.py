@@ -46,11 +46,11 @@ def attended(attention: Any, x: Tensor, past: Past, rotary: nn.Module, size: int
     positions = torch.arange(step, step + length, device=x.device)[None]
     query, key = apply_rotary_pos_emb(query, key, *rotary(x, positions))
     past.append((key, value))
-    out: Tensor = attention.o_proj(_attend(query, past).transpose(1, 2).flatten(2))
+    out: Tensor = attention.o_proj(attend(query, past).transpose(1, 2).flatten(2))
     return out
 
 
-def _attend(query: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def attend(query: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention output [B, N, L, D] of the last step."""
     length, per_key = query.shape[2], query.shape[1] // past[0][0].shape[1]
     steps = [tuple(each[:, :, :length].repeat_interleave(per_key, 1) for each in pair) for pair in past]

@@ -88,8 +88,20 @@ def plain(model: Model, prompts: list[list[int]]) -> list[list[int]]:
 def test_a_head_predicts_far_better_than_chance(
     method: str, model: Model, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
-    """The commonest token is right one time in ten, a random one of 4096 hardly ever."""
     served = serve(engine(model, LocalDraftClient(head(model, method))), prompts)
+    check_rates(served, plain)
+
+
+def test_the_hybrids_own_layer_predicts_far_better_than_chance(prompts: list[list[int]]) -> None:
+    hybrid = load(family.HYBRID, EngineConfig(slots=SLOTS))
+    config = SpeculativeConfig(method="mtp", **CHAIN)
+    layer = build_speculator(config, EngineConfig(slots=SLOTS), hybrid.target_weights, hybrid.name)
+    plain = serve(engine(hybrid, NoDraftClient()), prompts).tokens
+    check_rates(serve(engine(hybrid, LocalDraftClient(layer)), prompts), plain)
+
+
+def check_rates(served: EngineRun, plain: list[list[int]]) -> None:
+    """The commonest token is right one time in ten, a random one of 4096 hardly ever."""
     assert served.tokens == plain
     [(_, commonest)] = Counter(itertools.chain(*plain)).most_common(1)
     first, second, third, _ = rates(served)

@@ -103,10 +103,8 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     clock = Clock()
     made = {"ngram": FakeLLM(clock, 4.0, stats((2, 2))), "suffix": FakeLLM(clock, 2.0, stats((2, 1)))}
     monkeypatch.setattr(method_comparison, "time", clock)
-    monkeypatch.setattr(
-        method_comparison, "load_methods", lambda configs, device: {name: made[name] for name in configs}
-    )
-    monkeypatch.setattr(method_comparison, "methods", lambda: {name: {"method": name} for name in made})
+    monkeypatch.setattr(method_comparison, "load_methods", lambda configs, *_: {name: made[name] for name in configs})
+    monkeypatch.setattr(method_comparison, "methods", lambda _: {name: {"method": name} for name in made})
     monkeypatch.setattr(method_comparison, "workloads", lambda: [Workload("code", "", [{"prompt": "x"}])])
     chat = {"messages": [{"role": "user", "content": "y"}]}
     monkeypatch.setattr(method_comparison, "repetitive_workloads", lambda: [Workload("copies", "", [chat, chat])])
@@ -218,6 +216,13 @@ def test_every_configuration_is_valid_and_forgets_finished_requests(monkeypatch:
     assert made["medusa"] == {"method": "medusa", "model": "pydoc-medusa"}
     stacked = made["suffix + eagle3"]
     assert (stacked["method"], stacked["model"]) == (["suffix", "eagle3"], "pydoc-eagle3"), "the best head that ships"
+
+
+def test_the_hybrids_methods_are_lookups_and_its_own_layer() -> None:
+    made = methods(family.HYBRID)
+    assert list(made) == ["ngram", "suffix", "mtp", "suffix + mtp"]
+    assert made["mtp"] == {"method": "mtp"}
+    assert made["suffix + mtp"]["method"] == ["suffix", "mtp"]
 
 
 def test_prompts_are_written_as_the_gateway_writes_them() -> None:

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM
 
+from paceline import family
 from paceline.drafting.auto_method import method_of_checkpoint
 from paceline.drafting.heads.head_network import HeadNetwork
 from paceline.drafting.heads.mlp_network import load_mlp_speculator
@@ -24,8 +25,12 @@ from paceline.drafting.methods.medusa import load_medusa
 from paceline.drafting.methods.mtp import load_mtp
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.rows import SlotTable
+from paceline.model.target_weights import load_target_weights
+from paceline_lab.training.family.family_tokenizer import load_tokenizer
+from paceline_lab.training.family.hybrid_model import hybrid_config, load_hybrid, save_hybrid
 from paceline_lab.training.family.token_corpus import windows
 from paceline_lab.training.heads.eagle3_module import Eagle3Module
+from paceline_lab.training.heads.hybrid_mtp_module import HybridMtpModule
 from paceline_lab.training.heads.target_output_cache import TargetOutputCache
 from paceline_lab.training.heads.target_reader import (
     DECAY,
@@ -98,6 +103,25 @@ def test_every_step_of_the_training_is_a_step_of_a_draft(method: str, tmp_path: 
     network = NETWORKS[method](Checkpoint(tmp_path), target_weights(), 256)
     reading = reader.read(rows(1))
     steps_logits = head(reading, STEPS)
+    for row in (0, 1, 30, LENGTH - 2 - STEPS):
+        for step, logits in enumerate(chain(network, reading, row, STEPS)):
+            expected = steps_logits[step][0, row]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def test_every_step_of_the_hybrids_layer_is_a_step_of_a_draft(tmp_path: Path) -> None:
+    """Its parameters are random, and rounded as the file is."""
+    torch.manual_seed(6)
+    hybrid = Qwen3_5ForCausalLM(hybrid_config(hidden_size=64, num_hidden_layers=LAYERS))
+    layer = HybridMtpModule(hybrid.config)
+    for parameter in (*hybrid.parameters(), *layer.parameters()):
+        parameter += 0.3 * torch.randn_like(parameter) * max(float(parameter.std()), parameter.shape[-1] ** -0.5)
+        parameter.copy_(parameter.to(torch.bfloat16))
+    save_hybrid(hybrid, layer, load_tokenizer(family.path("pydoc")), tmp_path)
+    network = load_mtp(Checkpoint(tmp_path), load_target_weights(str(tmp_path), torch.float32, "cpu"), 256)
+    reading = TargetReader(load_hybrid(tmp_path), RECIPES["mtp"].layers(LAYERS)).read(rows(1))
+    steps_logits = layer(reading, STEPS)
     for row in (0, 1, 30, LENGTH - 2 - STEPS):
         for step, logits in enumerate(chain(network, reading, row, STEPS)):
             expected = steps_logits[step][0, row]

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from paceline import family
-from paceline.drafting.auto_method import method_of_checkpoint
+from paceline.drafting.auto_method import has_mtp_layer, method_of_checkpoint, mtp_layer_names
 from paceline.model.checkpoint import Checkpoint
 from paceline_lab.training import train_family
 from paceline_lab.training.family import family_evaluation, stdlib_corpus, training_session
@@ -40,7 +40,8 @@ from paceline_lab.training.family.family_models import (
     target_config,
 )
 from paceline_lab.training.family.family_tokenizer import END_OF_TEXT, SPECIAL, TURN_END, load_tokenizer
-from paceline_lab.training.family.model_card import TrainingRecord, draft_card, head_card, target_card
+from paceline_lab.training.family.hybrid_model import hybrid_config
+from paceline_lab.training.family.model_card import TrainingRecord, draft_card, head_card, hybrid_card, target_card
 from paceline_lab.training.family.target_text import ANSWER, question_responses
 from paceline_lab.training.family.token_corpus import (
     Ids,
@@ -130,10 +131,10 @@ def test_text_survives_the_tokenizer(plain_tokenizer: Tokenizer, text: str) -> N
     assert plain_tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_target_and_draft_share_a_tokenizer() -> None:
+def test_targets_and_draft_share_a_tokenizer() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        target, draft = (family.path(model) / name for model in family.NAMES)
-        assert target.read_bytes() == draft.read_bytes()
+        contents = {(family.path(model) / name).read_bytes() for model in (*family.NAMES, family.HYBRID)}
+        assert len(contents) == 1
 
 
 def test_special_ids_are_those_of_the_model(tokenizer: Any) -> None:
@@ -294,6 +295,7 @@ def test_the_family_is_small_enough_to_ship_and_its_card_names_what_was_held_out
         return sum(path.stat().st_size for path in family.path(name).rglob("*") if path.is_file())
 
     assert sum(map(size, (*family.NAMES, *family.HEADS.values()))) < 60e6
+    assert (family.path(family.HYBRID) / "model.safetensors").stat().st_size < 5e6
     assert max(map(size, family.PUBLISHED_HEADS.values())) < 12e6
     card = (family.path("pydoc") / "README.md").read_text()
     assert all(f"`{name}`" in card for name in stdlib_corpus.HELD_OUT)
@@ -323,6 +325,8 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.setattr(train_family, "shallow_config", lambda: target_config(**MICRO, num_hidden_layers=2))
     monkeypatch.setattr(train_family, "target_config", lambda: target_config(**MICRO, num_hidden_layers=3))
     monkeypatch.setattr(train_family, "draft_config", lambda: draft_config(**MICRO))
+    small = hybrid_config(hidden_size=MICRO["hidden_size"], num_hidden_layers=4)
+    monkeypatch.setattr(train_family, "hybrid_config", lambda: small)
     texts = [stdlib_corpus.read_source(path) for path in stdlib_corpus.source_files()[:30]]
     monkeypatch.setattr(train_family, "source_texts", lambda: texts)
     for name, size in (("EDITS", 12), ("EXTRACTIONS", 5), ("READ", 5000), ("PART", 400)):
@@ -368,7 +372,23 @@ def test_the_draft_and_every_head_read_the_same_lessons(space: Workspace) -> Non
         assert method_of_checkpoint(Checkpoint(space.out / name)) == method
 
 
+@pytest.mark.slow
+def test_the_hybrid_reads_the_same_lessons_and_its_layer_ships_with_it(space: Workspace) -> None:
+    space = replace(space, lesson_rows=8)
+    for stage in ("shallow", "deep", "target", "hybrid"):
+        train_family.COMMANDS[stage](space)
+    assert has_mtp_layer(str(space.hybrid_folder))
+    made, shipped = (
+        mtp_layer_names(Checkpoint(folder)) for folder in (space.hybrid_folder, family.path(family.HYBRID))
+    )
+    assert sorted(made) == sorted(shipped)
+    card = (space.hybrid_folder / "README.md").read_text()
+    assert "train_family hybrid" in card
+    assert f"{DistillationData.load(space.lessons_file).ids_RL.numel():,} tokens" in card
+
+
 def test_all_minutes_are_shared_out() -> None:
+    assert sum(train_family.HYBRID_SHARES.values()) == pytest.approx(1.0)
     assert sum(train_family.SHARES.values()) == pytest.approx(1.0)
     assert sum(train_family.HEAD_SHARES.values()) == pytest.approx(1.0)
 
@@ -404,6 +424,18 @@ def test_cards_have_the_figures_of_the_training() -> None:
     draft = draft_card(draft_config(), SECOND, MEASURED)
     for figure in ("| held-out files | 87.5% |", "678 tokens", "500 in 5 steps", "0.8 ms against the target's 1.2 ms"):
         assert figure in draft
+    hybrid = hybrid_card(hybrid_config(), JOURNAL[:1], JOURNAL, MEASURED | {"parameters": 4321})
+    for figure in (
+        "4,321",
+        "6 of gated delta rule with 4 states of 32 x 32, 2 of attention",
+        "10 in 1 steps",
+        "1 minutes, and 2 of the layer",
+        "9.000 nats per token; `mtp`: 2.500",
+        "60%, 40%",
+        "> Of\n>\n> things.",
+        "train_family hybrid --minutes 3",
+    ):
+        assert figure in hybrid
     head = head_card("eagle", "pydoc-eagle", 4321, JOURNAL, MEASURED)
     for figure in (
         "# pydoc-eagle",
