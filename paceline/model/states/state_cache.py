@@ -110,8 +110,8 @@ class StateCache:
         """By slot, the oldest first."""
         self._snapshots: OrderedDict[int, int] = OrderedDict()
         """By the slot of the last token that was read, the least recently used first."""
-        self._in_pass: set[int] = set()
-        """Slots of the snapshots that the last pass reads or takes."""
+        self._taken: set[int] = set()
+        """Slots of the snapshots that the last pass takes."""
         self._guessed: WeakSet[SlotTable] = WeakSet()
         """Tables after which the last passes had guesses."""
 
@@ -147,7 +147,7 @@ class StateCache:
         for row in rows:
             self._snapshots.pop(row.slot, None)  # after an earlier token in this slot
         members = _by_request(rows)
-        self._in_pass.clear()
+        self._taken.clear()
         for each in members:
             self._find_origin(each)  # all of them before any snapshot gives way to another
         paths = _Paths(self, padded)
@@ -171,7 +171,6 @@ class StateCache:
         if not table.rooted and (length := self.prefix_length(table.slots[: member.start])):
             slot = table.slots[length - 1]
             self._snapshots.move_to_end(slot)
-            self._in_pass.add(slot)
             member.read, member.snapshot = length, self._snapshots[slot]
 
     def _read_trunk(self, paths: _Paths, member: _Member) -> None:
@@ -206,16 +205,16 @@ class StateCache:
 
     def _new_snapshot(self, slot: int) -> int | None:
         """Where the state goes after the token in this slot: in place of the snapshot that was not used for longest.
-        None: this pass reads or takes all of them."""
+        None: this pass has taken all of them."""
         used = {*self._snapshots.values()}
         index = next((n for n in range(self.requests, self.states) if n not in used), None)
         if index is None:
             oldest = next(iter(self._snapshots))
-            if oldest in self._in_pass:
+            if oldest in self._taken:
                 return None
             index = self._snapshots.pop(oldest)
         self._snapshots[slot] = index
-        self._in_pass.add(slot)
+        self._taken.add(slot)
         return index
 
     def _branch(self, paths: _Paths, r: int, row: Row) -> None:
