@@ -7,6 +7,7 @@ show the effect: a trained head's acceptance rate stays the same at every depth.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from paceline.drafting import build_speculator
 from paceline.drafting.speculator import Context, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
+from paceline.grammar import grammar_from_regex
+from paceline.llm import LLM
 from paceline.messages import GenerationRequest
 from paceline.model import load
 from paceline.model.model import Model
@@ -152,3 +155,16 @@ class ShufflingClient(LocalDraftClient):
     def context(self, context: Context) -> None:
         shuffled = torch.randperm(len(context.hidden_states), generator=torch.Generator().manual_seed(0))
         super().context(replace(context, hidden_states=context.hidden_states[shuffled]))
+
+
+@pytest.mark.parametrize("method", ["mtp", ["mtp", "suffix"]])
+def test_the_hybrid_follows_a_grammar_with_and_without_drafts(method: Any) -> None:
+    """Guesses outside it are refused one by one, and what was accepted before them stays in the states."""
+    pattern = r'\[("[a-z]{2,9}": [0-9]{1,3}, ){4}"end"\]'
+    llm = LLM(family.HYBRID, {"method": method, "draft_placement": "target"}, {"slots": SLOTS})
+    for seed in range(3):
+        sampling = SamplingParams(temperature=0.9, seed=seed, max_tokens=120, grammar=grammar_from_regex(pattern))
+        guessed, plain = (llm.generate("sizes = ", sampling, speculative=way)[0] for way in (True, False))
+        assert guessed.tokens == plain.tokens
+        assert re.fullmatch(pattern, guessed.text)
+        assert guessed.speculation.accepted_tokens > 10
