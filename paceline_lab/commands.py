@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 train = typer.Typer(help="Train heads for a model of yours, or the models that ship again.", no_args_is_help=True)
-PASS_SIZES = "shipped, widened, 'random 8B', 'random Qwen3.5-0.8B', or a model"
+PASS_SIZES = "shipped, widened, 'random 8B', 'random Qwen3.5-0.8B', 'random Qwen3.5-0.8B float32', or a model"
 bench = typer.Typer(help="Measure on this machine; each ends with one JSON line.", no_args_is_help=True)
 
 
@@ -108,9 +108,7 @@ def methods(
 @bench.command()
 def passes(
     device: Device = "cpu",
-    sizes: Annotated[
-        list[str] | None, typer.Option(help="shipped, widened, 'random 8B', 'random Qwen3.5-0.8B', or a model")
-    ] = None,
+    sizes: Annotated[list[str] | None, typer.Option(help=PASS_SIZES)] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Positions before the rows.")] = None,
 ) -> None:
     """Milliseconds of the target's passes, by their number of rows."""

@@ -20,14 +20,18 @@ from paceline import family
 from paceline.config import EngineConfig
 from paceline.launcher import StartError
 from paceline.model import Model, limit_torch_threads, load
-from paceline.model.row_probe import PROBE_CONTEXT, ROW_COUNTS, measure_row_cost
+from paceline.model.row_probe import PROBE_CONTEXT, ROW_COUNTS, is_row_invariant, measure_row_cost
 from paceline.model_names import ModelNotFoundError, resolve_model
 from paceline_lab.bench.gpu.model_shapes import LLAMA_8B, QWEN_0_8B, Shape
 from paceline_lab.bench.gpu.random_models import build_model, make_network, weight_bytes
 from paceline_lab.training.family.widened_family import widened_family
 
 SHIPPED, WIDENED = "shipped", "widened"
-RANDOM: dict[str, Shape] = {"random 8B": LLAMA_8B, "random Qwen3.5-0.8B": QWEN_0_8B}
+RANDOM: dict[str, tuple[Shape, torch.dtype]] = {
+    "random 8B": (LLAMA_8B, torch.bfloat16),
+    "random Qwen3.5-0.8B": (QWEN_0_8B, torch.bfloat16),
+    "random Qwen3.5-0.8B float32": (QWEN_0_8B, torch.float32),
+}
 """Targets with random weights."""
 SIZES = (SHIPPED, WIDENED, *RANDOM)
 """Of the target. Any other name is a model's."""
@@ -66,9 +70,12 @@ def run(console: Console, device: str, sizes: Collection[str], context: int | No
 def _model(size: str, folder: Path, engine: EngineConfig) -> tuple[Model, int]:
     """The model, and the bytes of its weights."""
     if size in RANDOM:
-        network = make_network(RANDOM[size], torch.device(engine.device))
+        shape, dtype = RANDOM[size]
+        network = make_network(shape, torch.device(engine.device), dtype)
         size_bytes = weight_bytes(network)
-        return build_model(network, engine), size_bytes
+        model = build_model(network, engine)
+        model.rows_invariant = is_row_invariant(model)
+        return model, size_bytes
     path = _checkpoint(size, folder)
     files = path.glob("*.safetensors") if path.is_dir() else (path,)
     return load(str(path), engine), sum(file.stat().st_size for file in files)

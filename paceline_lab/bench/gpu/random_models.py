@@ -22,11 +22,11 @@ GROUP = 128
 """Weights of INT4 that share a scale."""
 
 
-def make_network(shape: Shape, device: torch.device) -> nn.Module:
-    """Transformers' network in bfloat16, initialised on the device."""
+def make_network(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Transformers' network, initialised on the device."""
     torch.manual_seed(1)
     with torch.device(device):
-        network: nn.Module = AutoModelForCausalLM.from_config(_config(shape), dtype=torch.bfloat16)
+        network: nn.Module = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype)
     return network.eval()
 
 
