@@ -26,11 +26,11 @@ from paceline.model.gpu.memory import GRAPH_LOGITS
 from paceline.model.gpu.paged_pass import PagedPass
 from paceline.model.gpu.pass_graphs import PassGraphs
 from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
-from paceline.model.layers import Linear, NativeLinear, PassRows, use_chunked_linear, use_pass_rows
+from paceline.model.layers import Linear, use_chunked_linear
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_attention import NativeAttention
-from paceline.model.native.native_library import DTYPES
 from paceline.model.native.native_network import NativeNetwork
+from paceline.model.native_linear import PassRows, called_linear, take_over, use_pass_rows
 from paceline.model.network_factory import LayersAttention, Network, log_once, make_network
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
 from paceline.model.states.recurrences import StateReader
@@ -144,7 +144,7 @@ class LayeredModel(TransformersModel):
         weight: Any = self._head.weight
         like: Tensor = weight.new_empty(0)
         self._network = network
-        with _called_linear(network) as linear:
+        with called_linear(network) as linear:
             heads, shapes = discover_layers(network, info.layers, like.device)
         if shapes.calls and sharding is not None:
             raise ValueError("its layers keep states, which ranks do not share yet: set tensor_parallel_size to 1")
@@ -169,10 +169,7 @@ class LayeredModel(TransformersModel):
         self.has_native_attention, self.has_native_products = native, native and sharding is None
         if self.has_native_products:
             del weight
-            while linear:
-                module = linear.pop()
-                if module.weight.dtype in DTYPES:
-                    NativeLinear(module, is_head=module is self._head)
+            take_over(linear, self._head)
             matrices = [each for each in network.parameters() if each.dim() > 1]
             multiplied = sum(each.numel() for each in matrices if each.is_meta)
             others = sum(each.numel() for each in matrices if not each.is_meta) - self._embedding.weight.numel()
@@ -466,21 +463,6 @@ def _layers_of(base: Any, count: int) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise ValueError("it has no list of layers")
     return layers
-
-
-@contextmanager
-def _called_linear(network: nn.Module) -> Iterator[list[nn.Linear]]:
-    """The linear layers that are called within it: the weights of others may be read by their networks."""
-    called: dict[nn.Linear, None] = {}
-    linear = [module for module in network.modules() if type(module) is nn.Linear]
-    modules: list[nn.Linear] = []
-    hooks = [each.register_forward_hook(lambda module, *_: called.setdefault(module)) for each in linear]
-    try:
-        yield modules
-    finally:
-        for hook in hooks:
-            hook.remove()
-        modules += called
 
 
 def _keep(kept: dict[int, Tensor], n: int) -> Any:

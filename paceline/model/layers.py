@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -363,58 +361,6 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     rows = x.flatten(0, -2)
     product = chunked_product(lambda chunk: F.linear(chunk, module.weight, module.bias), rows)
     return product.view(*x.shape[:-1], product.shape[-1])
-
-
-class PassRows(NamedTuple):
-    """How many rows a pass has, and with padding."""
-
-    layers: tuple[int, int]
-    head: tuple[int, int]
-    """Of the output matrix."""
-
-
-_pass_rows: ContextVar[PassRows | None] = ContextVar("pass_rows", default=None)
-
-
-@contextmanager
-def use_pass_rows(rows: PassRows) -> Iterator[None]:
-    """Within it, `NativeLinear` multiplies no padding."""
-    token = _pass_rows.set(rows)
-    try:
-        yield
-    finally:
-        _pass_rows.reset(token)
-
-
-class NativeLinear:
-    """The forward of a linear layer of a network by native code, for inputs of any dimensions.
-
-    The layer keeps its weight's shape and dtype, without numbers: what reads them fails.
-    """
-
-    def __init__(self, module: nn.Linear, *, is_head: bool = False) -> None:
-        """Takes over the layer. Raises `NativeUnavailableError`."""
-        self._product, self._is_head = NativeProduct(module.weight, module.bias), is_head
-        module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
-        module.forward = self  # type: ignore[method-assign, assignment]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        count = self._count(x)
-        product = self._product(rows[:count])
-        out = x.new_empty(*x.shape[:-1], product.shape[1])
-        flat = out.view(-1, product.shape[1])
-        flat[:count] = product
-        flat[count:] = 0.0
-        return out
-
-    def _count(self, x: Tensor) -> int:
-        """The rows that are no padding: a pass has a batch of one. An expert's rows, of two dimensions, are others."""
-        if (this := _pass_rows.get()) is not None:
-            count, padded = this.head if self._is_head else this.layers
-            if x.shape[:-1] == (1, padded):
-                return count
-        return x.shape[:-1].numel()
 
 
 def _depends_on_rows(device: torch.device) -> bool:

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import EngineConfig
 from paceline.model import layers
-from paceline.model.layers import Linear, NativeLinear, PassRows, chunked_product, use_chunked_linear, use_pass_rows
+from paceline.model.layers import Linear, chunked_product, use_chunked_linear
 from paceline.model.loading import build
 from paceline.model.native.build import NativeUnavailableError
+from paceline.model.native_linear import NativeLinear, PassRows, use_pass_rows
 from paceline.model.row_probe import is_row_invariant
 from tests.exactness.architectures import tiny
 from tests.exactness.test_rows import network

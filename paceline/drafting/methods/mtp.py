@@ -36,8 +36,10 @@ from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import is_llama_kind, layer_of
 from paceline.model.layer_weights import RotaryTables, StateFusion
 from paceline.model.layers import pad_rows
+from paceline.model.native.native_attention import NativeAttention
+from paceline.model.native_linear import PassRows, called_linear, take_over, use_pass_rows
 from paceline.model.network_factory import log_once, make_attention
-from paceline.model.rows import Row
+from paceline.model.rows import Row, SlotTable
 from paceline.model.target_weights import TargetWeights
 
 log = logging.getLogger(__name__)
@@ -146,13 +148,18 @@ class TransformersHead(HeadNetwork):
         like = torch.empty(0, dtype=target.dtype, device=target.device)
         positions = min(slots, target.max_model_len)
         self._attention, _ = make_attention(1, Heads.of(config), slots, positions, like)
+        if isinstance(self._attention, NativeAttention):
+            with torch.inference_mode(), called_linear(layer) as linear:
+                self.run([SlotTable([1]).row(0, 0)], like.new_zeros(1, target.hidden_size), [0])
+            take_over(linear)
 
     def run(self, rows: Sequence[Row], features: Tensor | None, wanted: Sequence[int]) -> RowOutput:
         assert features is not None
         this = self._attention(rows)
         positions = this.positions.unsqueeze(0)
         embedded = self._embedding[this.tokens].unsqueeze(0)
-        with use_pass(this):
+        count = len(rows), len(this.tokens)
+        with use_pass(this), use_pass_rows(PassRows(count, count)):
             y = self._layer(
                 embedded,
                 pad_rows(features, len(this.tokens)).unsqueeze(0),
