@@ -2038,7 +2038,7 @@ MUTANTS = (
     ),
     Mutant(
         "native: a layer multiplies as many rows as the output matrix",
-        "paceline/model/layers.py",
+        "paceline/model/native_linear.py",
         "count, padded = this.head if self._is_head else this.layers",
         "count, padded = this.head[0], this.layers[1]",
         ROWS,
