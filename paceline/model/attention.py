@@ -112,7 +112,7 @@ class KVCache:
             shape = (layers, self.slot_count * self.bytes_per_slot(1, heads, dtype, width, kv_cache_dtype))
         elif width is not None:
             shape = (layers, 2 * heads.kv_heads, self.slot_count, width)
-        self.data = _zeros(shape, torch.int8 if self.is_int8 else dtype, device)
+        self.data = lazy_zeros(shape, torch.int8 if self.is_int8 else dtype, device)
         self.attention_name = ""
         """What attends to it, if that is neither native code nor torch's operators."""
 
@@ -145,7 +145,7 @@ class KVCache:
         return self.data.device
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """On a CPU memory that the kernel clears where it is first used: most slots are never used.
 
     In small pages: a huge one of each head, as numpy asks for them, would be most of a small model's cache.

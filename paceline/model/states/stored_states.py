@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.model.attention import lazy_zeros
 from paceline.model.rows import GROUP, Row
 from paceline.model.states.native_states import NativeConvolution, native_scan
 from paceline.model.states.recurrences import FUNCTIONS, Convolution, Scan, StateReader
@@ -132,7 +133,8 @@ class _Inputs:
     def __init__(self, cache: StateCache, like: Tensor, convolution: Convolution) -> None:
         self._cache = cache
         self._native = NativeConvolution(convolution) if cache.native else None
-        self._data = like.new_zeros(cache.first_row + (0 if cache.native else GROUP), like.shape[-1])
+        rows = cache.first_row + (0 if cache.native else GROUP)
+        self._data = lazy_zeros((rows, like.shape[-1]), like.dtype, like.device)
 
     @property
     def nbytes(self) -> int:
@@ -164,8 +166,9 @@ class _States:
     """Of a scan: the states, float32, and what changes them of guesses."""
 
     def __init__(self, cache: StateCache, scan: Scan) -> None:
-        self._states = scan.values.new_zeros(cache.states, *scan.shape)
-        self._kept = scan.values.new_zeros(cache.guesses, scan.inputs().shape[1])
+        dtype, device = scan.values.dtype, scan.values.device
+        self._states = lazy_zeros((cache.states, *scan.shape), dtype, device)
+        self._kept = lazy_zeros((cache.guesses, scan.inputs().shape[1]), dtype, device)
 
     @property
     def nbytes(self) -> int:
