@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.policy.step_cost import RowCost
+from paceline.drafting import build_speculator
 from paceline.drafting.network_speculator import DraftCache
 from paceline.drafting.speculator import DraftError
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
@@ -27,6 +29,7 @@ from paceline.model.states.state_cache import StateCache, StateLostError
 from tests.exactness.architectures import VOCABULARY, Oracle, tiny
 from tests.helpers.drafts import model_draft
 from tests.helpers.engine_runs import run
+from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head
 from tests.helpers.workers import opening
 
 KINDS = ("qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2", "falcon_h1")
@@ -99,7 +102,7 @@ def test_states_follow_what_was_accepted(model: Any) -> None:
     each row has the bits of its path alone."""
     chance = random.Random(4)
     slots = iter(range(1000, 0, -1))
-    paths = [Path(text(9 + 5 * n, n), slots) for n in range(2)]
+    paths = [KeptRequest(text(9 + 5 * n, n), slots) for n in range(2)]
     for step in range(9):
         awake = [path for path in paths if step == 0 or path is paths[step % 2] or chance.random() < 0.5]
         grown = [path.tree(chance) for path in awake]
@@ -117,7 +120,7 @@ def test_what_was_accepted_outlives_the_guesses_of_others() -> None:
     are kept."""
     model, chance = model_of("lfm2"), random.Random(1)
     slots = iter(range(1000, 0, -1))
-    resting, busy = Path(text(9, 1), slots), Path(text(9, 2), slots)
+    resting, busy = KeptRequest(text(9, 1), slots), KeptRequest(text(9, 2), slots)
     model.run(resting.tree(chance)[0], [])
     resting.accept(max(resting.nodes, key=lambda node: len(node[0])), 7)
     assert len(resting.table) > 9
@@ -129,7 +132,7 @@ def test_what_was_accepted_outlives_the_guesses_of_others() -> None:
         assert torch.equal(logits, computed(model, expected, [len(expected)])[-1])
 
 
-class Path:
+class KeptRequest:
     """A request as the engine keeps it."""
 
     def __init__(self, tokens: list[int], slots: Iterator[int]) -> None:
@@ -391,6 +394,28 @@ def drafted(architecture: str) -> dict[str, Delta]:
     assert tokens(results) == plain
     speculator.check_integrity()
     return results
+
+
+def test_a_head_reads_hidden_states_of_such_a_target(tmp_path: Path) -> None:
+    """They are transformers' own, and an EAGLE-3 head that reads them changes no token."""
+    model, network = model_of("qwen3_5_text"), tiny("qwen3_5_text")
+    prompt = text(21)
+    with torch.inference_mode():
+        expected = network(torch.tensor([prompt]), use_cache=False, output_hidden_states=True).hidden_states
+    table = SlotTable(range(1, 22))
+    hidden = model.run([table.row(token, i) for i, token in enumerate(prompt)], [], [0, 1]).hidden
+    table.clear()
+    torch.testing.assert_close(hidden, torch.cat(expected[:2]).transpose(0, 1), atol=1e-4, rtol=1e-4)
+    config = llama_config(vocab_size=VOCABULARY, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    folder = save_head(tmp_path, eagle3_tensors(columns=VOCABULARY), config)
+    speculation = SpeculativeConfig(method="eagle3", model=str(folder))
+    head = build_speculator(speculation, EngineConfig(slots=1024), model.target_weights, model.name)
+    plain: dict[str, list[int]] = {}
+    for request in requests():
+        plain |= tokens(served(model, [request], NoDraftClient()))
+    results = served(model, requests(), LocalDraftClient(head))
+    assert tokens(results) == plain
+    assert sum(each.speculation.drafted_tokens for each in results.values() if each.speculation) > 100
 
 
 def test_a_guess_takes_the_inputs_of_its_update_and_no_state() -> None:

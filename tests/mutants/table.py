@@ -1953,6 +1953,21 @@ MUTANTS = (
         STATES,
     ),
     Mutant(
+        "a state is rounded where a chunk ends",
+        "paceline/model/states/stored_states.py",
+        "self._states.index_copy_(0, level.saved_states, state.index_select(0, level.saved))",
+        "self._states.index_copy_(0, level.saved_states, state.index_select(0, level.saved).bfloat16().float())",
+        STATES,
+    ),
+    Mutant(
+        "native: a state is another where a pass ends",
+        "paceline/model/native/states.hpp",
+        "            for (; saved < order.saves + 2 * order.save_count && saved[0] == t; saved += 2)\n",
+        "            if (t + 1 == order.count) for (size_t n = 0; n < block_size(); n++) buffer(t)[n] *= 1.0001f;\n"
+        "            for (; saved < order.saves + 2 * order.save_count && saved[0] == t; saved += 2)\n",
+        STATES,
+    ),
+    Mutant(
         "a snapshot is taken one token late",
         "paceline/model/states/state_cache.py",
         "            if position + 1 in saved and",
