@@ -18,7 +18,7 @@ from paceline.model.rows import GROUP, Row, SlotTable
 from paceline.model.states.recurrences import Convolution, Scan
 from paceline.model.states.state_cache import StateCache
 from paceline.model.states.stored_states import StoredStates
-from tests.exactness.test_states import Path
+from tests.exactness.test_states import KeptRequest
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
@@ -106,7 +106,7 @@ def test_a_token_s_bits_follow_from_its_path(kind: str) -> None:
     """Trees of two requests, of which parts are accepted."""
     chance, slots = random.Random(4), iter(range(1000, 0, -1))
     native, alone, by_torch = Layers(kind, native=True), Layers(kind, native=True), Layers(kind, native=False)
-    paths = [Path(chance.choices(range(99), k=length), slots) for length in (1, 9)]
+    paths = [KeptRequest(chance.choices(range(99), k=length), slots) for length in (1, 9)]
     tables = {path: SlotTable() for path in paths}
     for _ in range(5):
         grown = [path.tree(chance) for path in paths]
