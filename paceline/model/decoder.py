@@ -123,7 +123,7 @@ def discover_layers(network: Any, layers: int, device: torch.device) -> tuple[La
 
 
 def kept_states(requests: int, rows: int) -> tuple[int, int]:
-    """Whose states, and how many guesses' inputs, are kept: those that checks and measurements need, too."""
+    """The number of states, and of guesses whose inputs are kept: at least what checks and measurements need."""
     return max(requests, CHECKED_REQUESTS), max(rows, MEASURED_ROWS)
 
 

@@ -315,7 +315,9 @@ def test_a_pass_takes_no_more_snapshots_than_there_are(name: str) -> None:
     model.states.check_integrity(paths.values())
     found = 0
     for token, table in paths.items():
-        if length := model.states.prefix_length(table.slots):
+        for length in range(16, len(table) + 1, 16):
+            if model.states.prefix_length(table.slots[:length]) < length:
+                continue
             again = SlotTable([*table.slots[:length], 500 + token])
             alone = computed(model_of(name), [*texts[token][:length], 9], [length + 1])[-1]
             assert torch.equal(model.run([again.row(9, length)], [0]).logits[0], alone)
