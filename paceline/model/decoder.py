@@ -2,7 +2,7 @@
 
 `LayeredModel` calls transformers' own forward, whatever the architecture. `LlamaModel` runs Llama layers (Llama,
 Mistral, Qwen2, Qwen3, SmolLM, ...) from the same weights: on a CPU as one native call per pass, elsewhere with few
-operators.
+operators. It runs the dense layers of Qwen3.5, too, by native code alone.
 """
 
 from __future__ import annotations
@@ -20,19 +20,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from paceline.model import qwen35
 from paceline.model.attention import ATTENTION, Heads, LayerHeads, Pass, note_heads
 from paceline.model.gpu.device_passes import DevicePasses
 from paceline.model.gpu.memory import GRAPH_LOGITS
 from paceline.model.gpu.paged_pass import PagedPass
 from paceline.model.gpu.pass_graphs import PassGraphs
-from paceline.model.layer_weights import MATRICES, NORMS, DecoderLayerWeights, RotaryTables
+from paceline.model.layer_weights import (
+    MATRICES,
+    NORMS,
+    AnyLayerWeights,
+    DecoderLayerWeights,
+    RotaryTables,
+)
 from paceline.model.layers import Linear, use_chunked_linear
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
+from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_network import NativeNetwork
 from paceline.model.native_linear import PassRows, called_linear, take_over, use_pass_rows
 from paceline.model.network_factory import LayersAttention, Network, log_once, make_network
 from paceline.model.rows import GROUP, TILE, Row, SlotTable, device_integers
+from paceline.model.states.native_states import DeltaStates
 from paceline.model.states.recurrences import StateReader
 from paceline.model.states.state_cache import StateCache
 from paceline.model.states.stored_states import StateShapes, StoredStates, intercept_states, use_reader
@@ -91,6 +100,11 @@ def make_model(
     """
     if is_llama_kind(network.config):
         return LlamaModel(network, info, positions, sharding, verify=verify)
+    if sharding is None and qwen35.runs_natively(network.config):
+        try:
+            return LlamaModel(network, info, positions, verify=verify)
+        except NativeUnavailableError as error:
+            log_once(f"{info.name} runs by transformers' code: {error}")
     return LayeredModel(network, info, positions, sharding)
 
 
@@ -127,6 +141,12 @@ def kept_states(requests: int, rows: int) -> tuple[int, int]:
     return max(requests, CHECKED_REQUESTS), max(rows, MEASURED_ROWS)
 
 
+def state_cache(info: ModelInfo, window: int, device: torch.device, *, native: bool) -> StateCache:
+    """See `StateCache`."""
+    counts = kept_states(info.requests, info.rows)
+    return StateCache(*counts, window, device, snapshots=info.snapshots, interval=info.snapshot_interval, native=native)
+
+
 class LayeredModel(TransformersModel):
     """Any transformers causal language model, through its own forward and `attention_interface`."""
 
@@ -154,14 +174,7 @@ class LayeredModel(TransformersModel):
         native = all(isinstance(each, NativeAttention) for each in self._attention.attentions)
         self._states: StoredStates | None = None
         if shapes.calls:
-            self.states = StateCache(
-                *kept_states(info.requests, info.rows),
-                shapes.longest,
-                cache.device,
-                snapshots=info.snapshots,
-                interval=info.snapshot_interval,
-                native=native,
-            )
+            self.states = state_cache(info, shapes.longest, cache.device, native=native)
             self._states = StoredStates(self.states)
         base: Any = network.base_model
         self._embedding: Any = base.get_input_embeddings()
@@ -272,7 +285,7 @@ class LayeredModel(TransformersModel):
 
 
 class LlamaModel(TransformersModel):
-    """Llama layers, see `paceline.model.network_factory`.
+    """Llama layers, or Qwen3.5's, see `paceline.model.network_factory`.
 
     With ranks, weights and heads are one rank's: the columns of the products that end attention and MLP, the rows of
     all other products, and the rows of the output matrix.
@@ -283,15 +296,18 @@ class LlamaModel(TransformersModel):
         network: Any,
         info: ModelInfo,
         positions: int,
-        sharding: Sharding | None,
+        sharding: Sharding | None = None,
         *,
         verify: bool = False,
     ) -> None:
+        """Raises `NativeUnavailableError` if Qwen3.5's layers have no native code here."""
         base: Any = network.base_model
         head: Any = network.get_output_embeddings()
-        heads, ranks = Heads.of(network.config.get_text_config(decoder=True)), None
+        config: Any = network.config.get_text_config(decoder=True)
+        heads, ranks = Heads.of(config), None
         if sharding is not None:
             heads, ranks = sharding.heads(heads), sharding.ranks
+        parts = _parts_of(base, config, info)
         self._embedding: Tensor = base.embed_tokens.weight
         self._gathered_output: Callable[[Tensor], Tensor] | None = None
         if ranks is not None:  # each may have a part of the vocabulary
@@ -300,7 +316,7 @@ class LlamaModel(TransformersModel):
             self._gathered_output = shard if whole else lambda x: ranks.all_gather(shard(x), width)
 
         self._network, cache = make_network(
-            [layer_of(layer) for layer in base.layers],
+            parts.layers,
             heads,
             info.slots,
             RotaryTables.of(base.rotary_emb, positions),
@@ -308,14 +324,16 @@ class LlamaModel(TransformersModel):
             positions=info.max_model_len,
             kv_cache_dtype=info.kv_cache_dtype,
             hidden=self._embedding.shape[1],
-            eps=float(base.norm.variance_epsilon),
-            scale=float(base.layers[0].self_attn.scaling),
+            eps=parts.eps,
+            scale=parts.scale,
             embedding=self._embedding,
-            norm=base.norm.weight,
+            norm=parts.norm,
             head=head.weight if ranks is None else None,
             sums=None if ranks is None else ranks.all_reduce,
+            states=parts.states,
         )
-        super().__init__(info, cache, network.config.get_text_config(decoder=True))
+        super().__init__(info, cache, config)
+        self.states = None if parts.states is None else parts.states.cache
         self.native = self.has_native_attention = isinstance(self._network, NativeNetwork)
 
     @torch.inference_mode()
@@ -343,6 +361,28 @@ class LlamaModel(TransformersModel):
 
     def output(self, final: Tensor) -> Tensor:
         return self._network.output(final)
+
+
+class _Parts(NamedTuple):
+    """Of a network's layers."""
+
+    layers: Sequence[AnyLayerWeights]
+    norm: Tensor
+    eps: float
+    scale: float
+    """Of scores."""
+    states: DeltaStates | None = None
+
+
+def _parts_of(base: Any, config: Any, info: ModelInfo) -> _Parts:
+    """Of transformers' network without its output matrix."""
+    if config.model_type != qwen35.MODEL_TYPE:
+        scale = float(base.layers[0].self_attn.scaling)
+        return _Parts([layer_of(each) for each in base.layers], base.norm.weight, base.norm.variance_epsilon, scale)
+    shape, embedding = qwen35.delta_shape(config), base.embed_tokens.weight
+    cache = state_cache(info, shape.taps - 1, embedding.device, native=True)
+    layers, scale = [qwen35.layer_of(each) for each in base.layers], Heads.of(config).head_size ** -0.5
+    return _Parts(layers, qwen35.norm_of(base.norm), base.norm.eps, scale, DeltaStates(cache, shape, embedding.dtype))
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -120,8 +120,68 @@ class LayerWeights(Generic[W]):
     """Positions that a row sees, including its own; 0: all."""
     rotary: RotaryTables | None = None
     """None: the network's; by native code only."""
+    output_gate: W | None = None
+    """Its sigmoid multiplies what a row attends to, [out, in] as of `query`; by native code only."""
 
 
+class DeltaShape(NamedTuple):
+    """Of layers whose state is one matrix [size, channels] per head."""
+
+    heads: int
+    groups: int
+    """The heads of a group, which are neighbours, share keys and queries."""
+    size: int
+    """Of a key. Native code wants a multiple of 16, here and of the next."""
+    channels: int
+    """Of a value."""
+    taps: int
+    """Of the convolution: a token's own input and those before it."""
+
+    @property
+    def mixed(self) -> int:
+        """Queries, keys and values of a token."""
+        return 2 * self.groups * self.size + self.heads * self.channels
+
+    @property
+    def scanned(self) -> int:
+        """What changes a state: decays, keys, values and betas of a token."""
+        return 2 * self.heads + self.groups * self.size + self.heads * self.channels
+
+
+@dataclass(frozen=True)
+class DeltaWeights(Generic[W]):
+    """Of the gated delta rule (Gated DeltaNet, Yang et al. 2025): matrices [out, hidden], and tensors of any
+    floating-point dtype.
+
+    mixed: queries, keys and values before their convolution. gate: [heads * channels, hidden]. beta, decay: [heads,
+    hidden]. convolution: [mixed, taps]. rates, offsets: [heads]; a factor of a state is exp(rate * softplus(decay +
+    offset)). norm: [channels].
+    """
+
+    mixed: W
+    gate: W
+    beta: W
+    decay: W
+    convolution: Tensor
+    rates: Tensor
+    offsets: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True)
+class DeltaLayerWeights(Generic[W]):
+    """Of a layer with the gated delta rule in place of attention, by native code only. Otherwise see `LayerWeights`."""
+
+    delta: DeltaWeights[W]
+    output: W
+    gate: W
+    up: W
+    down: W
+    input_norm: Tensor
+    inner_norm: Tensor
+
+
+AnyLayerWeights = LayerWeights[Any] | DeltaLayerWeights[Any]
 DecoderLayerWeights = LayerWeights[Tensor]
 """Of a layer that is not quantised."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.config.engine_config import KVCacheDtype
 from paceline.model.attention import NO_HEADS, Heads, KVCache, Pass, use_passes
-from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, stack_matrices
+from paceline.model.layer_weights import AnyLayerWeights, LayerWeights, RotaryTables, stack_matrices
 from paceline.model.layers import TorchNetwork
 from paceline.model.native.build import NativeUnavailableError, native_description
 from paceline.model.native.native_attention import NativeAttention
@@ -40,7 +40,7 @@ class _CacheShape(NamedTuple):
 
 
 def make_network(
-    layers: Sequence[DecoderLayerWeights],
+    layers: Sequence[AnyLayerWeights],
     heads: Heads,
     slots: int,
     rotary: RotaryTables,
@@ -57,18 +57,23 @@ def make_network(
     By torch the matrices of a layer are stacked in place, one layer after another, before there is a cache: at no time
     is there more than the weights, a layer and the cache.
 
-    Raises ValueError where there is no native code for `kv_cache_dtype`."""
-    cache = _CacheShape(len(layers), slots, heads, layers[0].query.dtype, layers[0].query.device)
+    Raises ValueError where there is no native code for `kv_cache_dtype`, and `NativeUnavailableError` if there is none
+    for layers that torch's operators do not compute."""
+    attending = [layer for layer in layers if isinstance(layer, LayerWeights)]
+    like = layers[0].output
+    cache = _CacheShape(len(attending), slots, heads, like.dtype, like.device)
 
     def native(cache: KVCache) -> NativeNetwork:
         return NativeNetwork(layers, heads, cache, rotary, **options)
 
     def by_torch(attention: TorchAttention) -> TorchNetwork:
-        return TorchNetwork(layers, heads, attention, rotary, **options)
+        return TorchNetwork(attending, heads, attention, rotary, **options)
 
     if (made := _native("pass", native, cache, kv_cache_dtype, check)) is not None:
         return made
-    stack_matrices(layers)
+    if len(attending) < len(layers) or any(layer.output_gate is not None for layer in attending):
+        raise NativeUnavailableError("its layers keep states or gate attention, which takes native code")
+    stack_matrices(attending)
     torch.cuda.empty_cache()  # of matrices that were stacked: the cache, and other processes, may need it
     return _by_torch("pass", by_torch, cache, positions or len(rotary.cosines), check)
 

@@ -2,7 +2,6 @@
 #include "layer_attention.hpp"
 #include "network.hpp"
 #include "draw_candidates.hpp"
-#include "states.hpp"
 
 using namespace paceline;
 
@@ -91,7 +90,10 @@ void paceline_attention_run(void* attention, void* pool, const AttentionSpec* la
 }
 void paceline_attention_destroy(void* attention) { delete (AnyLayerAttention*)attention; }
 
-void paceline_scan(const ScanSpec* spec, void* pool) { Scan(*spec).run(*(ThreadPool*)pool); }
+void paceline_scan(const ScanSpec* spec, void* pool) {
+    const StateBuffers buffers(spec->pass->order);
+    Scan(*spec, buffers).run(*(ThreadPool*)pool);
+}
 void paceline_convolution(const ConvolutionSpec* spec, void* pool) {
     if (spec->is_bf16) Convolution<bf16>(*spec).run(*(ThreadPool*)pool);
     else Convolution<float>(*spec).run(*(ThreadPool*)pool);

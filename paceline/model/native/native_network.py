@@ -10,7 +10,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from paceline.model.layer_weights import (
     LLAMA,
     MATRICES,
     AllReduce,
+    AnyLayerWeights,
+    DeltaLayerWeights,
+    DeltaShape,
+    DeltaWeights,
     LayerVariant,
     LayerWeights,
     QuantizedWeight,
@@ -48,6 +52,15 @@ class _Weights(ctypes.Structure):
     _fields_ = (("data", Pointer), ("type", ctypes.c_int32))
 
 
+class _DeltaSpec(ctypes.Structure):
+    MATRICES = ("mixed", "gate", "beta", "decay")
+    VECTORS = ("convolution", "rates", "offsets", "norm")
+    _fields_ = (
+        *((name, _Weights) for name in MATRICES),
+        *((name, Pointer) for name in (*VECTORS, "memory", "states", "kept")),
+    )
+
+
 class _LayerSpec(ctypes.Structure):
     VECTORS = (
         *("input_norm", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
@@ -55,10 +68,10 @@ class _LayerSpec(ctypes.Structure):
         *("attention_out_norm", "mlp_out_norm"),
     )
     _fields_ = (
-        *((name, _Weights) for name in MATRICES),
+        *((name, _Weights) for name in (*MATRICES, "output_gate")),
+        ("delta", _DeltaSpec),
         *((name, Pointer) for name in (*VECTORS, "cosines", "sines")),
-        ("window", ctypes.c_int32),
-        ("input_width", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("cache_index", "window", "input_width")),
     )
 
 
@@ -69,6 +82,7 @@ class _NetworkSpec(ctypes.Structure):
     )
     _fields_ = (
         *((name, ctypes.c_int32) for name in INTEGERS),
+        ("delta", ctypes.c_int32 * len(DeltaShape._fields)),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "embedding_scale", "residual_scale")),
         *((name, _Weights) for name in ("embedding", "head", "projection")),
         *((name, Pointer) for name in ("norm", "token_norm", "state_norm", "projection_bias", "cache")),
@@ -87,7 +101,20 @@ class _PassSpec(ctypes.Structure):
         ("taps", Pointer),
         ("tap_count", ctypes.c_int32),
         ("tapped", Pointer),
+        ("through_states", Pointer),
     )
+
+
+class LayerStates(Protocol):
+    """See `paceline.model.states.native_states`."""
+
+    shape: DeltaShape
+
+    def new_memory(self) -> list[Tensor]:
+        """Of one layer: `memory`, `states` and `kept` of delta_layer.hpp."""
+
+    def start_pass(self, rows: Sequence[Row]) -> ctypes.Structure:
+        """`StatePass` of states.hpp."""
 
 
 class NativeNetwork:
@@ -95,7 +122,7 @@ class NativeNetwork:
 
     def __init__(
         self,
-        layers: Sequence[LayerWeights[Any]],
+        layers: Sequence[AnyLayerWeights],
         heads: Heads,
         cache: KVCache,
         rotary: RotaryTables,
@@ -110,11 +137,13 @@ class NativeNetwork:
         fusion: StateFusion | None = None,
         variant: LayerVariant = LLAMA,
         layer_packed: Callable[[], None] = lambda: None,
+        states: LayerStates | None = None,
     ) -> None:
         """Weights are copied, except the embedding [vocabulary, hidden]. `cache`: heads have `head_width`. `scale`: of
         scores. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the sum over the ranks that share the layers.
         `fusion`: passes have states, too. `variant`: with `fusion` or `sums` only Llama's. `layer_packed` is called
         when a layer's weights have been copied. `layers` may read a layer when it is asked for: one is kept at a time.
+        `states`: of layers with the gated delta rule, if there are any; not with `fusion` or `sums`.
 
         Raises `NativeUnavailableError`.
         """
@@ -126,9 +155,11 @@ class NativeNetwork:
         callback = _SUM(self._add_up) if sums is not None else None
         fused, layers = (StateFusion(), layers) if fusion is None else _padded_fusion(fusion, layers, hidden)
         kept = _Addresses()  # until the network has copied the weights
-        feed = _LayerFeed(layers, rotary, layer_packed)
+        self._states = states
+        feed = _LayerFeed(layers, rotary, layer_packed, states)
         packed = _LAYER_PACKED(feed.packed)
-        self._kept_alive = (feed.tables, embedding, cache, callback)  # the network reads them in place
+        # The network reads them in place.
+        self._kept_alive = (feed.tables, feed.memories, embedding, cache, callback)
         spec = _NetworkSpec(
             is_bf16=cache.dtype == torch.bfloat16,
             layers=len(layers),
@@ -145,6 +176,7 @@ class NativeNetwork:
             is_int8_cache=cache.is_int8,
             rotary_size=2 * rotary.cosines.shape[1],
             is_gelu=variant.activation == "gelu_tanh",
+            delta=(0,) * len(DeltaShape._fields) if states is None else states.shape,
             eps=eps,
             scale=scale,
             softcap=variant.softcap,
@@ -171,13 +203,15 @@ class NativeNetwork:
         """One pass: float32 logits [wanted, vocabulary], outputs of `layers` [rows, layers, hidden] if there are any.
 
         Layer 0 is the first layer's input, n the output of layer n, and the number after the last layer's the final
-        norm's output. `states` [rows, hidden]: given exactly if the network has a `StateFusion`.
+        norm's output. `states` [rows, hidden]: given exactly if the network has a `StateFusion`. Raises what starting
+        a pass through the layers' states raises.
         """
         logits = torch.empty(len(wanted), padded_size(self._vocabulary))
         tapped = torch.empty(len(rows), len(layers), self._hidden, dtype=self._dtype)
         states = None if states is None else states.contiguous()
         packed, numbers = PackedRows(rows), array("i", [*wanted, *layers])
         wanted_address = numbers.buffer_info()[0]
+        through_states = None if self._states is None else self._states.start_pass(rows)
         spec = _PassSpec(
             packed.spec,
             tokens=packed.tokens,
@@ -188,6 +222,7 @@ class NativeNetwork:
             taps=wanted_address + len(wanted) * numbers.itemsize,
             tap_count=len(layers),
             tapped=address(tapped),
+            through_states=None if through_states is None else ctypes.addressof(through_states),
         )
         self._native.run("network_run", self._handle, ctypes.byref(spec))
         self._raise_failure()
@@ -223,11 +258,24 @@ class _Addresses:
     def __init__(self) -> None:
         self._kept: list[Weight] = []
 
-    def layer(self, layer: LayerWeights[Any], rotary: RotaryTables) -> _LayerSpec:
-        matrices = (self.weights(getattr(layer, name)) for name in MATRICES)
-        vectors = (self.vector(getattr(layer, name)) for name in _LayerSpec.VECTORS)
+    def layer(
+        self, layer: AnyLayerWeights, rotary: RotaryTables, cache_index: int, memory: Sequence[Tensor]
+    ) -> _LayerSpec:
+        """`memory`: of a layer with the gated delta rule."""
+        matrices = [self.weights(getattr(layer, name, None)) for name in (*MATRICES, "output_gate")]
+        vectors = [self.vector(getattr(layer, name, None)) for name in _LayerSpec.VECTORS]
         tables = address(rotary.cosines), address(rotary.sines)
-        return _LayerSpec(*matrices, *vectors, *tables, layer.window, layer.query.shape[1])
+        delta, sizes = _DeltaSpec(), (0, 0, 0)
+        if isinstance(layer, LayerWeights):
+            sizes = cache_index, layer.window, layer.query.shape[1]
+        else:
+            delta = self._delta(layer.delta, memory)
+        return _LayerSpec(*matrices, delta, *vectors, *tables, *sizes)
+
+    def _delta(self, delta: DeltaWeights[Any], memory: Sequence[Tensor]) -> _DeltaSpec:
+        matrices = (self.weights(getattr(delta, name)) for name in _DeltaSpec.MATRICES)
+        vectors = (self.vector(getattr(delta, name)) for name in _DeltaSpec.VECTORS)
+        return _DeltaSpec(*matrices, *vectors, *map(address, memory))
 
     def weights(self, matrix: Weight | None) -> _Weights:
         if isinstance(matrix, QuantizedWeight):
@@ -248,13 +296,18 @@ class _LayerFeed:
     """Layers for native code, which copies one after another: each is read when the one before has been copied."""
 
     def __init__(
-        self, layers: Sequence[LayerWeights[Any]], rotary: RotaryTables, layer_packed: Callable[[], None]
+        self,
+        layers: Sequence[AnyLayerWeights],
+        rotary: RotaryTables,
+        layer_packed: Callable[[], None],
+        states: LayerStates | None,
     ) -> None:
-        """`rotary`: of layers without tables of their own."""
+        """`rotary`: of layers without tables of their own. `states`: of layers with the gated delta rule."""
         self.specs = (_LayerSpec * len(layers))()
         self.tables: list[RotaryTables] = []
-        """Of the layers that have been read."""
-        self._layers, self._rotary, self._layer_packed = layers, rotary, layer_packed
+        self.memories: list[Sequence[Tensor]] = []
+        """Both of the layers that have been read."""
+        self._layers, self._rotary, self._layer_packed, self._states = layers, rotary, layer_packed, states
         self._done = 0
         self._failure: Exception | None = None
         first = layers[0]
@@ -278,16 +331,21 @@ class _LayerFeed:
         if self._failure is not None:
             raise self._failure
 
-    def _give(self, layer: LayerWeights[Any]) -> None:
-        addresses = _Addresses()
-        self.tables.append(layer.rotary or self._rotary)
-        self.specs[self._done] = addresses.layer(layer, self.tables[-1])
+    def _give(self, layer: AnyLayerWeights) -> None:
+        addresses, memory = _Addresses(), list[Tensor]()
+        self.tables.append((layer.rotary if isinstance(layer, LayerWeights) else None) or self._rotary)
+        cache_index = self._done - len(self.memories)  # layers without a memory have keys
+        if isinstance(layer, DeltaLayerWeights):
+            assert self._states is not None
+            memory = self._states.new_memory()
+            self.memories.append(memory)
+        self.specs[self._done] = addresses.layer(layer, self.tables[-1], cache_index, memory)
         self._kept = addresses  # until the next has taken its place
 
 
 def _padded_fusion(
-    fusion: StateFusion, layers: Sequence[LayerWeights[Any]], hidden: int
-) -> tuple[StateFusion, Sequence[LayerWeights[Any]]]:
+    fusion: StateFusion, layers: Sequence[AnyLayerWeights], hidden: int
+) -> tuple[StateFusion, Sequence[AnyLayerWeights]]:
     """Pad the matrices that multiply embedding and state with zeros where native code pads the two. Quantised ones need
     no padding: their rows are whole blocks."""
 
@@ -299,5 +357,6 @@ def _padded_fusion(
     if fusion.projection is not None:
         return replace(fusion, projection=aligned(fusion.projection)), layers
     first = layers[0]
+    assert isinstance(first, LayerWeights)
     first = replace(first, query=aligned(first.query), key=aligned(first.key), value=aligned(first.value))
     return fusion, [first, *layers[1:]]

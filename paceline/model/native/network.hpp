@@ -6,7 +6,8 @@
 //   logits = head( norm(x) )                                    of the wanted rows
 //
 // Variants: the embedding is scaled; what is added to x is normed, or scaled; GELU in place of SiLU; a layer has rotary
-// tables of its own; only the first elements of a head are rotated; scores are capped.
+// tables of its own; only the first elements of a head are rotated; scores are capped; attention's result is gated. A layer
+// may keep a state in place of keys and values, see delta_layer.hpp.
 //
 // With a given state in each row, j = [norm(embedding); norm(state)]. Either x = projection(j), or x is the state, normed
 // or not, and the first layer's attention takes j in place of norm(x).
@@ -18,22 +19,21 @@
 #include <variant>
 
 #include "attention.hpp"
+#include "delta_layer.hpp"
 #include "matrix.hpp"
 #include "thread_pool.hpp"
 
 namespace paceline {
 
-struct Weights {  // a matrix [out, in] of type T, or GGUF's blocks; part of the C interface
-    const void* data;
-    BlockType type;
-};
-
 struct LayerSpec {  // part of the C interface; null for a missing one
     Weights query, key, value, output, gate, up, down;
+    Weights output_gate;  // [query heads, H]: its sigmoid multiplies attention's result
+    DeltaSpec delta;
     const float *input_norm, *query_bias, *key_bias, *value_bias, *query_norm, *key_norm;
     const float *output_bias, *inner_norm, *gate_bias, *up_bias, *down_bias;
     const float *attention_out_norm, *mlp_out_norm;  // of what is added to x
     const float *cosines, *sines;                    // [positions, rotary size / 2]
+    int32_t cache_index;   // among the layers that have keys and values
     int32_t window;        // 0: none
     int32_t input_width;   // of attention: H, or twice H padded
 };
@@ -43,10 +43,11 @@ struct NetworkSpec {  // part of the C interface
     int32_t has_states, norms_residual;       // whether rows have states; whether x is the normed state
     int32_t is_int8_cache;                    // whether keys and values have 8 bits
     int32_t rotary_size, is_gelu;             // elements of a head that are rotated; whether GELU is in place of SiLU
+    DeltaShape delta;                         // zeros if no layer keeps a state
     float eps, scale, softcap, embedding_scale, residual_scale;  // softcap: of scores, 0: none
     Weights embedding, head, projection;      // [vocabulary, H] each, [H, twice H padded]; null for a missing one
     const float *norm, *token_norm, *state_norm, *projection_bias;  // [H], or null
-    void* cache;                              // [layers], see `LayerCache`
+    void* cache;                              // [layers with keys and values], see `LayerCache`
     int64_t slots;
     void (*sum)(float* values, int64_t count);  // sums over the ranks that share the layers; null: one rank
     void (*layer_packed)();                     // called when a layer's weights have been copied
@@ -62,6 +63,7 @@ struct PassSpec {  // part of the C interface
     const int32_t* taps;        // [tap_count]: n is layer n's input; layers + 1 the final norm's output
     int32_t tap_count;
     void* tapped;               // [R, tap_count, H]
+    const StatePass* through_states;  // null if no layer keeps a state
 };
 
 class AnyNetwork {
@@ -88,7 +90,10 @@ class Network : public AnyNetwork {
         for (int l = 0; l < spec.layers; l++) {
             add_phases(l, layers[l]);
             layers_.emplace_back(*this, pool, layers[l]);
-            takes_quantised_ |= layers_[l].output.takes_quantised() || layers_[l].down.takes_quantised();
+            const Layer& layer = layers_[l];
+            takes_quantised_ |= layer.output.takes_quantised() || layer.down.takes_quantised();
+            is_gated_ |= layer.is_gated;
+            if (layer.keeps_state) delta_columns_ = std::max(delta_columns_, layer.delta.projection().columns());
             spec.layer_packed();
         }
         phases_.push_back({FINISH, spec.layers});
@@ -104,6 +109,7 @@ class Network : public AnyNetwork {
         pass_ = &pass;
         reserve(pass.rows.count);
         chunks_ = Attention<T>::chunks(pass.rows, heads_, (int)arenas_.size());
+        if (pass.through_states) delta_.states = StateBuffers(pass.through_states->order);
         for (auto& scratch : scratch_) scratch->normed = -1;
         const int phases = (int)phases_.size();
         if (!spec_.sum) return pool.run(phases, [&](int phase, int part, int thread) { step(phase, part, thread); });
@@ -129,7 +135,7 @@ class Network : public AnyNetwork {
     }
 
    private:
-    enum Kind { BEGIN, HEADS, ATTEND, OUTPUT, ADD_OUTPUT, INNER, DOWN, ADD_DOWN, FINISH };
+    enum Kind { BEGIN, HEADS, ATTEND, PROJECT, PREPARE, SCAN, GATE, OUTPUT, ADD_OUTPUT, INNER, DOWN, ADD_DOWN, FINISH };
     struct Phase {
         Kind kind;
         int layer;
@@ -138,19 +144,41 @@ class Network : public AnyNetwork {
     // Sums over ranks are added to x by `add_sum`, norms and scales in a phase of their own, all others by the product.
     void add_phases(int layer, const LayerSpec& s) {
         adds_apart_ |= s.attention_out_norm || s.mlp_out_norm || spec_.residual_scale != 1.0f;
-        const Kind all[] = {HEADS, ATTEND, OUTPUT, ADD_OUTPUT, INNER, DOWN, ADD_DOWN};
-        for (Kind kind : all)
+        if (s.delta.mixed.data)
+            for (Kind kind : {PROJECT, PREPARE, SCAN, GATE}) phases_.push_back({kind, layer});
+        else
+            for (Kind kind : {HEADS, ATTEND}) phases_.push_back({kind, layer});
+        for (Kind kind : {OUTPUT, ADD_OUTPUT, INNER, DOWN, ADD_DOWN})
             if (adds_apart_ || (kind != ADD_OUTPUT && kind != ADD_DOWN)) phases_.push_back({kind, layer});
     }
 
     struct Layer {
-        Layer(Network& n, ThreadPool& pool, const LayerSpec& s) : cosines(s.cosines), sines(s.sines), window(s.window) {
+        Layer(Network& n, ThreadPool& pool, const LayerSpec& s)
+            : cosines(s.cosines), sines(s.sines), cache_index(s.cache_index), window(s.window), keeps_state(s.delta.mixed.data),
+              is_gated(s.output_gate.data) {
             const NetworkSpec& spec = n.spec_;
-            const int head = spec.head_size, width = spec.head_width;
             input_norm = vector_of(s.input_norm, spec.hidden, n.hidden_);
             inner_norm = vector_of(s.inner_norm, spec.hidden, n.hidden_);
             attention_out_norm = vector_of(s.attention_out_norm, spec.hidden, n.hidden_);
             mlp_out_norm = vector_of(s.mlp_out_norm, spec.hidden, n.hidden_);
+            if (keeps_state) {
+                delta = DeltaLayer<T>(pool, n.arenas_, spec.delta, s.delta, spec.hidden, spec.eps);
+                output = n.matrix(pool, s.output, spec.hidden, s.output_bias, spec.delta.values(), spec.delta.values());
+            } else {
+                add_attention(n, pool, s);
+            }
+            const int unit = s.down.type == DENSE ? LANES : BLOCK;  // a part quantises the blocks that it computes
+            gate = n.matrix(pool, s.gate, spec.inner, s.gate_bias, spec.hidden, n.hidden_, unit);
+            up = n.matrix(pool, s.up, spec.inner, s.up_bias, spec.hidden, n.hidden_, unit);
+            down = n.matrix(pool, s.down, spec.hidden, spec.sum ? nullptr : s.down_bias, spec.inner, n.inner_);
+            if (spec.sum) {  // the bias is added once, to the sum
+                output_bias_after = vector_of(s.output_bias, spec.hidden, n.hidden_);
+                down_bias_after = vector_of(s.down_bias, spec.hidden, n.hidden_);
+            }
+        }
+        void add_attention(Network& n, ThreadPool& pool, const LayerSpec& s) {
+            const NetworkSpec& spec = n.spec_;
+            const int head = spec.head_size, width = spec.head_width;
             query_norm = vector_of(s.query_norm, head, width);
             key_norm = vector_of(s.key_norm, head, width);
             if (spec.is_int8_cache && s.key_bias && !s.key_norm) key_units = n.units_of_keys(s.key_bias);
@@ -164,6 +192,7 @@ class Network : public AnyNetwork {
             add_heads(s.query, s.query_bias, spec.query_heads);
             add_heads(s.key, s.key_bias, spec.key_value_heads);
             add_heads(s.value, s.value_bias, spec.key_value_heads);
+            if (is_gated) add_heads(s.output_gate, nullptr, spec.query_heads);
             qkv = Matrix<T>(pool, n.arenas_, sources, width, s.input_width, padded(s.input_width, LANES));
             const float* output_bias = spec.sum ? nullptr : s.output_bias;
             if (s.output.type == DENSE) {
@@ -172,20 +201,14 @@ class Network : public AnyNetwork {
             } else {  // heads have no padding
                 output = n.matrix(pool, s.output, spec.hidden, output_bias, n.attended_, n.attended_);
             }
-            const int unit = s.down.type == DENSE ? LANES : BLOCK;  // a part quantises the blocks that it computes
-            gate = n.matrix(pool, s.gate, spec.inner, s.gate_bias, spec.hidden, n.hidden_, unit);
-            up = n.matrix(pool, s.up, spec.inner, s.up_bias, spec.hidden, n.hidden_, unit);
-            down = n.matrix(pool, s.down, spec.hidden, spec.sum ? nullptr : s.down_bias, spec.inner, n.inner_);
-            if (spec.sum) {  // the bias is added once, to the sum
-                output_bias_after = vector_of(s.output_bias, spec.hidden, n.hidden_);
-                down_bias_after = vector_of(s.down_bias, spec.hidden, n.hidden_);
-            }
         }
         const float *cosines, *sines;
-        int window;
+        int cache_index, window;
+        bool keeps_state, is_gated;
         std::vector<float> input_norm, inner_norm, attention_out_norm, mlp_out_norm, query_norm, key_norm, key_units;
         std::vector<float> output_bias_after, down_bias_after;
-        Matrix<T> qkv, output, gate, up, down;
+        Matrix<T> qkv, output, gate, up, down;  // qkv: and the gate of attention's result
+        DeltaLayer<T> delta;
     };
 
     struct Scratch {  // of one thread
@@ -217,12 +240,22 @@ class Network : public AnyNetwork {
                 const auto in = joins ? joined(phase, thread, layer.qkv) : normed(phase, thread, layer.input_norm, layer.qkv);
                 layer.qkv.product(part, in, projected_.data(), layer.qkv.columns(), false);
                 for (int unit = layer.qkv.first_unit(part); unit < layer.qkv.first_unit(part + 1); unit++)
-                    for (int row = 0; row < rows; row++) finish_head(layer, l, unit, row);
+                    for (int row = 0; row < rows; row++) finish_head(layer, unit, row);
                 break;
             }
-            case ATTEND: attend(layer, l, part, thread); break;
+            case ATTEND: attend(layer, part, thread); break;
+            case PROJECT:
+                tap(l, part);
+                layer.delta.project(part, normed(phase, thread, layer.input_norm, layer.delta.projection()), *pass_->through_states, delta_);
+                break;
+            case PREPARE: for_rows(part, [&](int row) { layer.delta.prepare(row, delta_); }); break;
+            case SCAN: layer.delta.scan(part, (int)arenas_.size(), *pass_->through_states, delta_); break;
+            case GATE:
+                layer.delta.keep(part, (int)arenas_.size(), *pass_->through_states, delta_);
+                for_rows(part, [&](int row) { layer.delta.finish(row, layer.output, delta_); });
+                break;
             case OUTPUT:
-                layer.output.product(part, {attended_rows_.data(), &quantised_attended_, rows}, residual, hidden_, adds);
+                layer.output.product(part, mixed(layer), residual, hidden_, adds);
                 break;
             case ADD_OUTPUT: add_part(layer.attention_out_norm, part, thread); break;
             case INNER: {
@@ -240,15 +273,21 @@ class Network : public AnyNetwork {
         }
     }
 
+    // What attention or a state gave.
+    ProductInput<T> mixed(const Layer& layer) const {
+        const int rows = pass_->rows.count;
+        if (layer.keeps_state) return {delta_.out.data(), &delta_.quantised, rows};
+        return {attended_rows_.data(), &quantised_attended_, rows};
+    }
+
     // Adds `partial_`, normed and scaled, to x: of a part's rows.
     void add_part(const std::vector<float>& norm, int part, int thread) {
         float* row_sum = scratch_[thread]->row.data();
-        auto [begin, end] = rows_of(part);
-        for (int row = begin; row < end; row++) {
+        for_rows(part, [&](int row) {
             float* x = &x_[(size_t)row * hidden_];
             norm_row(&partial_[(size_t)row * hidden_], norm, row_sum);
             for (int i = 0; i < hidden_; i++) x[i] += spec_.residual_scale * row_sum[i];
-        }
+        });
     }
 
     // activation(gate) * up of the part's columns, as the input of `down`.
@@ -271,15 +310,14 @@ class Network : public AnyNetwork {
     void begin(int phase, int part, int thread) {
         if (spec_.projection.data)
             return projection_.product(part, joined(phase, thread, projection_), x_.data(), hidden_, false);
-        auto [begin, end] = rows_of(part);
-        for (int row = begin; row < end; row++) {
+        for_rows(part, [&](int row) {
             float* x = &x_[(size_t)row * hidden_];
             if (spec_.has_states)
                 widen(state(row), x);
             else
                 embed(row, x);
             if (spec_.norms_residual) norm_row(x, state_norm_, x);
-        }
+        });
     }
     // The embedding of a row's token: to [H].
     void embed(int row, float* to) const {
@@ -296,8 +334,9 @@ class Network : public AnyNetwork {
     }
 
     // Norms, rotates and rounds a head of a row; keys and values go to the row's slot.
-    void finish_head(const Layer& layer, int l, int unit, int row) {
+    void finish_head(const Layer& layer, int unit, int row) {
         const int queries = spec_.query_heads, key_values = spec_.key_value_heads, width = spec_.head_width;
+        if (unit >= queries + 2 * key_values) return;  // of a gate
         float* head = &projected_[(size_t)row * layer.qkv.columns() + (size_t)unit * width];
         if (unit < queries + key_values) {
             const std::vector<float>& norm = unit < queries ? layer.query_norm : layer.key_norm;
@@ -312,23 +351,23 @@ class Network : public AnyNetwork {
                 for (int i = 0; i < width; i++) head[i] = is_key ? head[i] / units[i] : head[i] * units[i];
             }
         }
-        if (spec_.is_int8_cache) store_head<int8_t>(head, l, unit, row, codes_.data());
-        else store_head<T>(head, l, unit, row, queries_.data());
+        if (spec_.is_int8_cache) store_head<int8_t>(head, layer, unit, row, codes_.data());
+        else store_head<T>(head, layer, unit, row, queries_.data());
     }
     template <class Cached>
-    void store_head(const float* head, int l, int unit, int row, QueryNumber<Cached>* queries) {
+    void store_head(const float* head, const Layer& layer, int unit, int row, QueryNumber<Cached>* queries) {
         const int count = spec_.query_heads, key = unit - count, value = key - spec_.key_value_heads;
         const int size = heads_.template query_size<Cached>();
         if (key < 0) return heads_.template store_query<Cached>(head, queries + ((size_t)row * count + unit) * size);
-        const LayerCache<Cached> cache = layer_cache<Cached>(l);
+        const LayerCache<Cached> cache = layer_cache<Cached>(layer);
         const int slot = pass_->rows.own_slot(row);
         if (value < 0) heads_.store_key(head, cache.key(key, slot));
         else heads_.store_value(head, cache.value(value, slot));
     }
     template <class Cached>
-    LayerCache<Cached> layer_cache(int l) const {
+    LayerCache<Cached> layer_cache(const Layer& layer) const {
         LayerCache<Cached> cache{heads_, (uint8_t*)spec_.cache, (size_t)spec_.slots};
-        cache.data += l * cache.bytes();
+        cache.data += layer.cache_index * cache.bytes();
         return cache;
     }
 
@@ -343,23 +382,33 @@ class Network : public AnyNetwork {
         }
     }
 
-    void attend(const Layer& layer, int l, int part, int thread) {
-        if (spec_.is_int8_cache) attend(layer, l, part, std::get<Attention<int8_t>>(scratch_[thread]->attention), codes_.data());
-        else attend(layer, l, part, std::get<Attention<T>>(scratch_[thread]->attention), queries_.data());
+    void attend(const Layer& layer, int part, int thread) {
+        if (spec_.is_int8_cache) attend(layer, part, std::get<Attention<int8_t>>(scratch_[thread]->attention), codes_.data());
+        else attend(layer, part, std::get<Attention<T>>(scratch_[thread]->attention), queries_.data());
     }
     template <class Cached>
-    void attend(const Layer& layer, int l, int part, Attention<Cached>& attention, const QueryNumber<Cached>* queries) {
-        const LayerCache<Cached> cache = layer_cache<Cached>(l);
+    void attend(const Layer& layer, int part, Attention<Cached>& attention, const QueryNumber<Cached>* queries) {
+        const LayerCache<Cached> cache = layer_cache<Cached>(layer);
         const AttentionOptions options = {.scale = spec_.scale, .softcap = spec_.softcap, .window = layer.window};
         const int parts = (int)arenas_.size();
-        if (layer.output.takes_dense())
+        if (layer.output.takes_dense() && !layer.is_gated)
             return attention(pass_->rows, chunks_, part, parts, options, cache, queries, attended_rows_.data());
         attention(pass_->rows, chunks_, part, parts, options, cache, queries, attended_floats_.data());
         const int group = heads_.queries_per_key * heads_.width;
         attention.for_each_item(chunks_, part, parts, [&](Chunk chunk, int key_head) {
             for (int row = chunk.first; row < chunk.end; row++)
-                quantised_attended_.quantise(row, &attended_floats_[(size_t)row * attended_], key_head * group, (key_head + 1) * group);
+                finish_attended(layer, row, key_head * group, (key_head + 1) * group);
         });
+    }
+    // Gates what a row has attended to in [begin, end), and rounds or quantises it.
+    void finish_attended(const Layer& layer, int row, int begin, int end) {
+        float* attended = &attended_floats_[(size_t)row * attended_];
+        const float* gate = &projected_[(size_t)row * layer.qkv.columns()] + attended_ + 2 * spec_.key_value_heads * spec_.head_width;
+        if (layer.is_gated)
+            for (int i = begin; i < end; i += LANES) store(attended + i, load<Floats>(attended + i) * sigmoid(load<Floats>(gate + i)));
+        if (layer.output.takes_quantised()) return quantised_attended_.quantise(row, attended, begin, end);
+        for (int i = begin; i < end; i += LANES)
+            Element<T>::narrow(&attended_rows_[(size_t)row * attended_ + i], load<Floats>(attended + i));
     }
 
     // The final norm, of all rows if it is tapped, and the head, of the wanted rows.
@@ -368,9 +417,9 @@ class Network : public AnyNetwork {
         for (int i = 0; i < pass_->tap_count; i++)
             if (pass_->taps[i] == spec_.layers + 1) {
                 const T* all_rows = normed(phase, thread, final_norm_).dense;
-                auto [begin, end] = rows_of(part);
-                for (int row = begin; row < end; row++)
+                for_rows(part, [&](int row) {
                     memcpy(tapped(row, i), all_rows + (size_t)row * hidden_, spec_.hidden * sizeof(T));
+                });
             }
         const int wanted = pass_->wanted_count;
         if (!spec_.head.data || !wanted) return;
@@ -385,14 +434,13 @@ class Network : public AnyNetwork {
     void tap(int n, int part) {
         for (int i = 0; i < pass_->tap_count; i++) {
             if (pass_->taps[i] != n) continue;
-            auto [begin, end] = rows_of(part);
-            for (int row = begin; row < end; row++) {
+            for_rows(part, [&](int row) {
                 T rounded[LANES];
                 for (int h = 0; h < spec_.hidden; h += LANES) {
                     Element<T>::narrow(rounded, load<Floats>(&x_[(size_t)row * hidden_ + h]));
                     memcpy(tapped(row, i) + h, rounded, std::min(LANES, spec_.hidden - h) * sizeof(T));
                 }
-            }
+            });
         }
     }
     T* tapped(int row, int i) { return (T*)pass_->tapped + ((size_t)row * pass_->tap_count + i) * spec_.hidden; }
@@ -466,25 +514,29 @@ class Network : public AnyNetwork {
         for (size_t i = 0; i < count; i++) x_[i] += bias.empty() ? partial_[i] : partial_[i] + bias[i % hidden_];
     }
 
-    std::pair<int, int> rows_of(int part) const {
+    // Calls f with each row of a part.
+    template <class F>
+    void for_rows(int part, F f) const {
         const int64_t rows = pass_->rows.count, parts = (int64_t)arenas_.size();
-        return {(int)(rows * part / parts), (int)(rows * (part + 1) / parts)};
+        for (int row = (int)(rows * part / parts); row < (int)(rows * (part + 1) / parts); row++) f(row);
     }
 
     void reserve(int rows) {
         if (takes_quantised_) {
             quantised_attended_.resize(rows, attended_);
             quantised_activated_.resize(rows, inner_);
+            delta_.quantised.resize(rows, spec_.delta.values());
         }
         if (rows <= reserved_) return;
         reserved_ = rows;
         x_.resize((size_t)rows * hidden_);
         if (spec_.sum || adds_apart_) partial_.resize((size_t)rows * hidden_);
-        projected_.resize((size_t)rows * (attended_ + 2 * spec_.key_value_heads * spec_.head_width));
+        projected_.resize((size_t)rows * ((is_gated_ ? 2 : 1) * attended_ + 2 * spec_.key_value_heads * spec_.head_width));
         if (spec_.is_int8_cache) codes_.resize((size_t)rows * spec_.query_heads * heads_.template query_size<int8_t>());
         else queries_.resize((size_t)rows * attended_);
         attended_rows_.resize((size_t)rows * attended_);
-        if (takes_quantised_) attended_floats_.resize((size_t)rows * attended_);
+        if (takes_quantised_ || is_gated_) attended_floats_.resize((size_t)rows * attended_);
+        delta_.reserve(spec_.delta, delta_columns_, rows);
         gate_.resize((size_t)rows * inner_);
         up_.resize((size_t)rows * inner_);
         activated_.resize((size_t)rows * inner_);
@@ -533,6 +585,8 @@ class Network : public AnyNetwork {
     const int hidden_, inner_, attended_;  // padded widths
     bool adds_apart_ = false;              // whether what is added to x is normed or scaled
     bool takes_quantised_ = false;         // whether a matrix after attention or in the MLP's end does
+    bool is_gated_ = false;                // whether attention's result is, in some layer
+    int delta_columns_ = 0;                // of the products of a layer that keeps a state
     std::vector<Phase> phases_;            // of a pass
     std::vector<Arena> arenas_;            // by part
     std::vector<Layer> layers_;
@@ -550,6 +604,7 @@ class Network : public AnyNetwork {
     std::vector<int16_t> codes_;              // the queries for keys of 8 bits
     std::vector<float> attended_floats_;      // the same, before they are quantised
     QuantisedRows quantised_attended_, quantised_activated_;
+    DeltaBuffers<T> delta_;
     std::vector<float> gate_, up_;           // [R, inner]
     std::vector<T> activated_;               // [R, inner]
 };

@@ -21,51 +21,85 @@ struct TokenOrder {  // tokens, each after its parent
     const int64_t* saves;  // [saves, 2]: a token, in their order, and the index of the state that it replaces
 };
 
-struct ScanSpec {
+struct StatePass {  // one pass through states
     TokenOrder order;
+    int64_t fresh_count;
+    const int64_t* fresh;  // states that are zero before the pass
+    int64_t window;        // M: as many inputs before a state or a row are known to a convolution
+    int64_t first_entry, first_row;  // in a convolution's memory: entries of guesses, and this pass' rows
+    const int64_t* windows;          // [rows, M], indices into that memory
+    int64_t tail_count;
+    const int64_t *tail_states, *tails;  // [tails], [tails, M]: inputs that are before these states from now on
+    int64_t guess_count;
+    const int64_t *guesses, *entries;  // rows that are kept, and where
+
+    bool is_fresh(int64_t state) const { return std::find(fresh, fresh + fresh_count, state) != fresh + fresh_count; }
+};
+
+struct ScanSpec {
+    const StatePass* pass;
     int32_t heads, groups, size, channels;  // the heads of a group, which are neighbours, share keys and queries
     int32_t decays;      // of a head: 1, `size`, or, with rates, `channels`
     int32_t has_betas;   // a change is beta * (value - key * state), else the value
     const float* rates;  // [size, channels] or null: a number's decay is exp(rate * decay of its channel)
     float* states;       // [states, heads, size, channels]
-    const float *inputs, *kept;  // of rows and of entries: decays [heads, decays], keys [groups, size], values [heads,
-                                 // channels] and betas [heads] of each
+    const float* inputs;         // of each row: decays [heads, decays], keys [groups, size], values [heads, channels] and
+    float* kept;                 // betas [heads]; the same of entries
     const float* queries;        // [rows, groups, size]
     float* out;                  // [rows, heads, channels]
 };
 
-class Scan {
-   public:
-    explicit Scan(const ScanSpec& spec)
-        : spec_(spec), blocks_((spec.channels + WIDTH - 1) / WIDTH), zeros_(std::max<int32_t>(spec.size, WIDTH)) {
-        const TokenOrder& order = spec.order;
+// Where the state of each token is while a pass runs: where its parent's was, unless that has more children.
+struct StateBuffers {
+    std::vector<int> of_token;
+    int count = 0;
+
+    StateBuffers() = default;
+    explicit StateBuffers(const TokenOrder& order) : of_token(order.count) {
         std::vector<int64_t> last_child(order.count, -1);
         for (int64_t t = 0; t < order.count; t++)
             if (order.parents[t] >= 0) last_child[order.parents[t]] = t;
         std::vector<int> free;
         auto take = [&] {
-            if (free.empty()) return buffer_count_++;
+            if (free.empty()) return count++;
             const int buffer = free.back();
             free.pop_back();
             return buffer;
         };
-        buffers_.resize(order.count);
         for (int64_t t = 0; t < order.count; t++)
-            if (order.parents[t] < 0) buffers_[t] = take();  // all are read before any state is replaced
+            if (order.parents[t] < 0) of_token[t] = take();  // all are read before any state is replaced
         for (int64_t t = 0; t < order.count; t++) {
             const int64_t parent = order.parents[t];
-            if (parent >= 0) buffers_[t] = last_child[parent] == t ? buffers_[parent] : take();
-            if (last_child[t] < 0) free.push_back(buffers_[t]);
+            if (parent >= 0) of_token[t] = last_child[parent] == t ? of_token[parent] : take();
+            if (last_child[t] < 0) free.push_back(of_token[t]);
         }
     }
+};
+
+class Scan {
+   public:
+    Scan(const ScanSpec& spec, const StateBuffers& buffers)
+        : spec_(spec), pass_(*spec.pass), buffers_(buffers), blocks_((spec.channels + WIDTH - 1) / WIDTH),
+          zeros_(std::max<int32_t>(spec.size, WIDTH)) {}
 
     void run(ThreadPool& pool) const {
-        pool.run(1, [&](int, int part, int) {
-            thread_local std::vector<float> buffers;
-            buffers.resize((size_t)(buffer_count_ + 1) * block_size());
-            for (int unit = part; unit < spec_.heads * blocks_; unit += pool.parts())
-                compute(unit / blocks_, unit % blocks_ * WIDTH, buffers.data());
+        pool.run(2, [&](int phase, int part, int) {
+            if (phase == 0) compute_part(part, pool.parts());
+            else keep_part(part, pool.parts());
         });
+    }
+    // Heads and columns of a part.
+    void compute_part(int part, int parts) const {
+        thread_local std::vector<float> buffers;
+        buffers.resize((size_t)(buffers_.count + 1) * block_size());
+        for (int unit = part; unit < spec_.heads * blocks_; unit += parts)
+            compute(unit / blocks_, unit % blocks_ * WIDTH, buffers.data());
+    }
+    // Keeps the inputs of guesses, after all parts have been computed: entries that were read may be among theirs.
+    void keep_part(int part, int parts) const {
+        const size_t count = input_size();
+        for (int64_t i = part; i < pass_.guess_count; i += parts)
+            std::copy_n(spec_.inputs + pass_.guesses[i] * count, count, spec_.kept + pass_.entries[i] * count);
     }
 
    private:
@@ -73,22 +107,29 @@ class Scan {
     static constexpr int BLOCK_PARTS = WIDTH / PART;
 
     size_t block_size() const { return (size_t)spec_.size * WIDTH; }
+    size_t input_size() const {
+        const size_t betas = spec_.has_betas ? spec_.heads : 0;
+        return spec_.heads * spec_.decays + spec_.groups * spec_.size + spec_.heads * spec_.channels + betas;
+    }
 
     // All tokens of a block of columns.
     void compute(int head, int column, float* buffers) const {
-        const TokenOrder& order = spec_.order;
+        const TokenOrder& order = pass_.order;
         const int width = std::min(WIDTH, spec_.channels - column);
-        auto buffer = [&](int64_t token) { return buffers + buffers_[token] * block_size(); };
+        auto buffer = [&](int64_t token) { return buffers + buffers_.of_token[token] * block_size(); };
         auto state = [&](int64_t index) {
             return spec_.states + (index * spec_.heads + head) * spec_.size * spec_.channels + column;
         };
         auto copy = [&](const float* from, size_t from_stride, float* to, size_t to_stride) {
             for (int n = 0; n < spec_.size; n++) std::copy_n(from + n * from_stride, width, to + n * to_stride);
         };
-        float* rates = buffers + buffer_count_ * block_size();
+        float* rates = buffers + buffers_.count * block_size();
         if (spec_.rates) copy(spec_.rates + column, spec_.channels, rates, WIDTH);
-        for (int64_t t = 0; t < order.count; t++)
-            if (order.parents[t] < 0) copy(state(~order.parents[t]), spec_.channels, buffer(t), WIDTH);
+        for (int64_t t = 0; t < order.count; t++) {
+            if (order.parents[t] >= 0) continue;
+            if (pass_.is_fresh(~order.parents[t])) std::fill_n(buffer(t), block_size(), 0.0f);
+            else copy(state(~order.parents[t]), spec_.channels, buffer(t), WIDTH);
+        }
         const int64_t* saved = order.saves;
         for (int64_t t = 0; t < order.count; t++) {
             const int64_t parent = order.parents[t];
@@ -105,9 +146,9 @@ class Scan {
     template <bool BETAS, bool RATES>
     void advance(int64_t token, int head, int column, int width, float* state, const float* rates) const {
         const int size = spec_.size, group = head / (spec_.heads / spec_.groups);
-        const int64_t source = spec_.order.sources[token];
+        const int64_t source = pass_.order.sources[token];
         const size_t keys = spec_.heads * spec_.decays, values = keys + spec_.groups * size;
-        const size_t betas = values + spec_.heads * spec_.channels, stride = betas + (BETAS ? spec_.heads : 0);
+        const size_t betas = values + spec_.heads * spec_.channels, stride = input_size();
         const float* inputs = source >= 0 ? spec_.inputs + source * stride : spec_.kept + ~source * stride;
         const float* key = inputs + keys + group * size;
         const float* query = source >= 0 ? spec_.queries + (source * spec_.groups + group) * size : zeros_.data();
@@ -148,31 +189,25 @@ class Scan {
     }
 
     const ScanSpec& spec_;
+    const StatePass& pass_;
+    const StateBuffers& buffers_;
     const int blocks_;
     const std::vector<float> zeros_;  // the query of a token that is no row
-    std::vector<int> buffers_;        // where the state of each token is: where its parent's was, unless that has more children
-    int buffer_count_ = 0;
 };
 
 struct ConvolutionSpec {
-    int32_t is_bf16, is_silu, rows, channels, taps;
-    int32_t window;                 // M, at least taps - 1: as many inputs before a state or a row are known
+    const StatePass* pass;
+    int32_t is_bf16, is_silu, rows, channels, taps;  // M is at least taps - 1
     const float *weights, *bias;    // [taps, channels padded to LANES], [channels padded] or null
-    void* memory;                   // [first row, channels], of which entries begin at `first_entry`
-    int64_t first_entry, first_row;
+    void* memory;                   // [first row, channels]
     const void* inputs;             // [rows, channels], which indices from `first_row` on mean
-    const int64_t* windows;         // [rows, M]
-    int64_t tail_count;
-    const int64_t *tail_states, *tails;  // [tails], [tails, M]: inputs that are before these states from now on
-    int64_t guess_count;
-    const int64_t *guesses, *entries;  // rows that are kept, and where
-    void* out;                         // [rows, channels]
+    void* out;                      // [rows, channels]
 };
 
 template <class T>
 class Convolution {
    public:
-    explicit Convolution(const ConvolutionSpec& spec) : spec_(spec) {}
+    explicit Convolution(const ConvolutionSpec& spec) : spec_(spec), pass_(*spec.pass) {}
 
     void run(ThreadPool& pool) const {
         const int blocks = (spec_.channels + LANES - 1) / LANES, parts = pool.parts();
@@ -183,27 +218,28 @@ class Convolution {
         });
     }
 
-   private:
+    // Channels [begin, end) of all rows; `begin` is a multiple of LANES.
     void compute(int begin, int end) const {
         for (int row = 0; row < spec_.rows; row++)
             for (int c = begin; c < end; c += LANES) convolve(row, c, std::min(LANES, end - c));
         // Tails may be inputs of entries and of states, which are replaced now.
-        const int width = end - begin, window = spec_.window;
+        const int width = end - begin, window = pass_.window;
         thread_local std::vector<T> tails;
-        tails.resize(spec_.tail_count * window * width);
-        for (int64_t i = 0; i < spec_.tail_count * window; i++) std::copy_n(input(spec_.tails[i]) + begin, width, &tails[i * width]);
-        for (int64_t i = 0; i < spec_.tail_count * window; i++)
-            std::copy_n(&tails[i * width], width, memory(1 + spec_.tail_states[i / window] * window + i % window) + begin);
-        for (int64_t i = 0; i < spec_.guess_count; i++)
-            std::copy_n(row_input(spec_.guesses[i]) + begin, width, memory(spec_.first_entry + spec_.entries[i]) + begin);
+        tails.resize(pass_.tail_count * window * width);
+        for (int64_t i = 0; i < pass_.tail_count * window; i++) std::copy_n(input(pass_.tails[i]) + begin, width, &tails[i * width]);
+        for (int64_t i = 0; i < pass_.tail_count * window; i++)
+            std::copy_n(&tails[i * width], width, memory(1 + pass_.tail_states[i / window] * window + i % window) + begin);
+        for (int64_t i = 0; i < pass_.guess_count; i++)
+            std::copy_n(row_input(pass_.guesses[i]) + begin, width, memory(pass_.first_entry + pass_.entries[i]) + begin);
     }
 
+   private:
     // A row's channels [c, c + width).
     void convolve(int row, int c, int width) const {
         const int taps = spec_.taps, stride = padded(spec_.channels, LANES);
         auto weights = [&](int tap) { return load<Floats>(spec_.weights + (size_t)tap * stride + c); };
         Floats sum = widened(row_input(row) + c, width) * weights(taps - 1);
-        const int64_t* before = spec_.windows + (int64_t)(row + 1) * spec_.window - (taps - 1);
+        const int64_t* before = pass_.windows + (int64_t)(row + 1) * pass_.window - (taps - 1);
         for (int tap = 0; tap < taps - 1; tap++) sum = fused(widened(input(before[tap]) + c, width), weights(tap), sum);
         if (spec_.bias) sum += load<Floats>(spec_.bias + c);
         T out[LANES];
@@ -221,9 +257,10 @@ class Convolution {
 
     T* memory(int64_t index) const { return (T*)spec_.memory + index * spec_.channels; }
     const T* row_input(int64_t row) const { return (const T*)spec_.inputs + row * spec_.channels; }
-    const T* input(int64_t index) const { return index < spec_.first_row ? memory(index) : row_input(index - spec_.first_row); }
+    const T* input(int64_t index) const { return index < pass_.first_row ? memory(index) : row_input(index - pass_.first_row); }
 
     const ConvolutionSpec& spec_;
+    const StatePass& pass_;
 };
 
 }  // namespace paceline

@@ -278,6 +278,7 @@ inline Floats exp_of(Floats x) {
     for (PartFloats& part : parts) part = exp_of_part(part);
     return load<Floats>(parts);
 }
+inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp_of(-x)); }
 inline Floats silu(Floats x) { return x / (1.0f + exp_of(-x)); }
 // GELU's approximation by tanh (Hendrycks and Gimpel 2016): 1 + tanh(u) is 2 / (1 + e^-2u).
 inline Floats gelu(Floats x) { return x / (1.0f + exp_of(-1.5957691216f * (x + 0.044715f * x * x * x))); }

@@ -58,8 +58,6 @@ class TokenOrder(NamedTuple):
     """A row, or ~ the index of kept inputs."""
     saves: Tensor
     """[n, 2], by token: a token, and the state that it replaces."""
-    rows: int
-    """Of the pass, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,8 +426,7 @@ class _Paths:
 
     def _order(self) -> TokenOrder:
         saves = self._integers(sorted(self._saves)).view(-1, 2)
-        rows = len(self._windows)
-        return TokenOrder(self._integers(self._parents), self._integers(self._sources), saves, rows)
+        return TokenOrder(self._integers(self._parents), self._integers(self._sources), saves)
 
     def _level(self, level: _OpenLevel, above: _OpenLevel | None) -> Level:
         def position(token: _Token, of: _OpenLevel) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.model.attention import lazy_zeros
 from paceline.model.rows import GROUP, Row
-from paceline.model.states.native_states import NativeConvolution, native_scan
+from paceline.model.states.native_states import NativeConvolution, StatePassSpec, native_scan
 from paceline.model.states.recurrences import FUNCTIONS, Convolution, Scan, StateReader
 from paceline.model.states.state_cache import StateCache, StatePass
 
@@ -95,6 +95,8 @@ class StoredStates:
 
     def reader(self, rows: Sequence[Row], padded: int) -> PassReader:
         """Of the next pass, `padded` rows long. Raises as `StateCache.paths`."""
+        if self.cache.native:
+            return PassReader(self.cache, StatePassSpec.of(self.cache, rows, padded), self._memories)
         return PassReader(self.cache, self.cache.paths(rows, padded), self._memories)
 
     @property
@@ -106,7 +108,7 @@ class StoredStates:
 class PassReader:
     """One pass. Each layer's call has to come in the order of the passes before."""
 
-    def __init__(self, cache: StateCache, this: StatePass, memories: list[_Inputs | _States]) -> None:
+    def __init__(self, cache: StateCache, this: StatePass | StatePassSpec, memories: list[_Inputs | _States]) -> None:
         self._cache, self._pass, self._memories = cache, this, memories
         self._calls = 0
 
@@ -140,10 +142,11 @@ class _Inputs:
     def nbytes(self) -> int:
         return self._data.nbytes
 
-    def convolve(self, this: StatePass, inputs: Tensor, convolution: Convolution) -> Tensor:
+    def convolve(self, this: StatePass | StatePassSpec, inputs: Tensor, convolution: Convolution) -> Tensor:
         """See `StateReader`."""
-        if self._native is not None:
-            return self._native(self._cache, this, self._data, inputs)
+        if isinstance(this, StatePassSpec):
+            assert self._native is not None
+            return self._native(this, self._data, inputs)
         return convolution.apply(inputs, self._window(this, inputs, convolution.taps))
 
     def _window(self, this: StatePass, inputs: Tensor, taps: int) -> Tensor:
@@ -174,14 +177,13 @@ class _States:
     def nbytes(self) -> int:
         return self._states.nbytes + self._kept.nbytes
 
-    def scan(self, this: StatePass, scan: Scan) -> Tensor:
+    def scan(self, this: StatePass | StatePassSpec, scan: Scan) -> Tensor:
         """See `StateReader`."""
-        self._states.index_fill_(0, this.fresh, 0.0)
         inputs = scan.inputs()
-        if this.order is not None:
-            out = native_scan(this.order, scan, self._states, inputs, self._kept)
-        else:
-            out = self._by_levels(this, scan, inputs)
+        if isinstance(this, StatePassSpec):
+            return native_scan(this, scan, self._states, inputs, self._kept)
+        self._states.index_fill_(0, this.fresh, 0.0)
+        out = self._by_levels(this, scan, inputs)
         self._kept.index_copy_(0, this.entries, inputs.index_select(0, this.guesses))
         return out
 
