@@ -18,7 +18,7 @@ from paceline.model.layers import TorchNetwork
 from paceline.model.native.build import NativeUnavailableError, native_description
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native.native_library import DTYPES
-from paceline.model.native.native_network import NativeNetwork, head_width
+from paceline.model.native.native_network import LayerStates, NativeNetwork, head_width
 from paceline.model.rows import Row
 from paceline.model.torch_attention import TorchAttention
 
@@ -48,11 +48,12 @@ def make_network(
     *,
     positions: int | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    states: LayerStates | None = None,
     **options: Any,
 ) -> tuple[Network, KVCache]:
-    """A network over a new cache of `slots`. `positions`: of the longest path; None: all that `rotary` has. `options`:
-    see `NativeNetwork`. `check` raises ValueError if a network computes something wrong. Then torch computes; if that
-    is wrong, too, this raises it.
+    """A network over a new cache of `slots`. `positions`: of the longest path; None: all that `rotary` has. `states`,
+    `options`: see `NativeNetwork`. `check` raises ValueError if a network computes something wrong. Then torch
+    computes; if that is wrong, too, this raises it.
 
     By torch the matrices of a layer are stacked in place, one layer after another, before there is a cache: at no time
     is there more than the weights, a layer and the cache.
@@ -64,7 +65,7 @@ def make_network(
     cache = _CacheShape(len(attending), slots, heads, like.dtype, like.device)
 
     def native(cache: KVCache) -> NativeNetwork:
-        return NativeNetwork(layers, heads, cache, rotary, **options)
+        return NativeNetwork(layers, heads, cache, rotary, states=states, **options)
 
     def by_torch(attention: TorchAttention) -> TorchNetwork:
         return TorchNetwork(attending, heads, attention, rotary, **options)

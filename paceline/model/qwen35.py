@@ -9,6 +9,7 @@ from torch import Tensor
 from paceline.model.layer_weights import (
     MATRICES,
     AnyLayerWeights,
+    DecoderLayerWeights,
     DeltaLayerWeights,
     DeltaShape,
     DeltaWeights,
@@ -42,20 +43,26 @@ def delta_shape(config: Any) -> DeltaShape:
 
 
 def layer_of(layer: Any) -> AnyLayerWeights:
-    """The weights of transformers' layer, which may be that of multi-token prediction."""
+    """The weights of transformers' layer."""
+    if layer.block_type == "full_attention":
+        return attention_layer_of(layer)
+    delta = layer.linear_attn
+    return DeltaLayerWeights(_delta_of(delta), output=delta.out_proj.weight, **_common_parts(layer))
+
+
+def attention_layer_of(layer: Any) -> DecoderLayerWeights:
+    """The weights of transformers' layer that attends, which may be that of multi-token prediction."""
+    attention, parts = layer.self_attn, _common_parts(layer)
+    parts["query"], parts["output_gate"] = split_gate(attention.q_proj.weight, attention.head_dim)
+    return LayerWeights(**parts, query_norm=norm_of(attention.q_norm), key_norm=norm_of(attention.k_norm))
+
+
+def _common_parts(layer: Any) -> dict[str, Any]:
+    """Matrices that are Llama's, by name, and the norms of the layer's two halves."""
     modules = dict(layer.named_modules())
-    matrices: dict[str, Any] = {field: modules[name].weight for field, name in MATRICES.items() if name in modules}
-    norms: dict[str, Any] = {
-        "input_norm": norm_of(layer.input_layernorm),
-        "inner_norm": norm_of(layer.post_attention_layernorm),
-    }
-    if "linear_attn" in modules:
-        delta = layer.linear_attn
-        return DeltaLayerWeights(_delta_of(delta), output=delta.out_proj.weight, **matrices, **norms)
-    attention = layer.self_attn
-    matrices["query"], gate = split_gate(attention.q_proj.weight, attention.head_dim)
-    norms |= {"query_norm": norm_of(attention.q_norm), "key_norm": norm_of(attention.k_norm)}
-    return LayerWeights(**matrices, **norms, output_gate=gate)
+    matrices = {field: modules[name].weight for field, name in MATRICES.items() if name in modules}
+    norms = {"input_norm": layer.input_layernorm, "inner_norm": layer.post_attention_layernorm}
+    return {**matrices, **{field: norm_of(norm) for field, norm in norms.items()}}
 
 
 def norm_of(norm: Any) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config.engine_config import KVCacheDtype
+from paceline.model import network_factory
 from paceline.model.attention import Heads, KVCache
 from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, StateFusion
 from paceline.model.layers import TorchNetwork
 from paceline.model.native import native_network as native
+from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_library import NativeLibrary, NativeProduct
 from paceline.model.rows import SlotTable
 from paceline.model.torch_attention import TorchAttention
@@ -46,6 +49,7 @@ class Shape:
     windows: tuple[int, int] = (0, 0)
     biases: bool = False
     head_norms: bool = False
+    gated: bool = False
     fusion: str = ""
     """Names of the `StateFusion`'s parts; empty: no fusion."""
 
@@ -65,6 +69,9 @@ SHAPES = {
     "biases": Shape(biases=True),
     "head norms": Shape(head_norms=True),
     "everything": Shape(100, 70, 6, 2, 48, (40, 0), biases=True, head_norms=True),
+    "gated": Shape(gated=True),
+    "gated, odd widths": Shape(100, 70, 6, 2, 50, head_norms=True, gated=True),
+    "gated, with a projection": Shape(gated=True, fusion="token_norm state_norm projection"),
     "fusion": Shape(fusion="token_norm state_norm"),
     "fusion, odd widths": Shape(hidden=100, inner=70, head_size=50, fusion="token_norm state_norm norms_residual"),
     "fusion, plain": Shape(fusion="plain"),
@@ -74,7 +81,7 @@ SHAPES = {
     ),
     **{f"window {n}": Shape(windows=(n, 0)) for n in WINDOWS},
 }
-VARIED = ["everything", "fusion, odd widths", "projection, odd widths"]
+VARIED = ["everything", "gated, odd widths", "fusion, odd widths", "projection, odd widths"]
 
 
 @dataclass
@@ -124,6 +131,8 @@ class Weights:
             tensors |= {f"{name}_bias": self._random(size[0], scale=0.3) for name, size in sizes.items()}
         if s.head_norms:
             tensors |= {name: self._random(s.head_size, scale=1.0) for name in ("query_norm", "key_norm")}
+        if s.gated:
+            tensors["output_gate"] = self._random(*sizes["query"], scale=1.0)
         tensors |= {name: self._random(s.hidden, scale=1.0) for name in ("input_norm", "inner_norm")}
         return DecoderLayerWeights(**tensors, window=s.windows[n])
 
@@ -183,7 +192,10 @@ class Weights:
         distance = torch.arange(count)[:, None] - torch.arange(count)
         hidden = (distance < 0) | (distance >= (layer.window or count))
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        return _product(torch.einsum("hqk,khd->qhd", weights, value).flatten(1), layer, "output")
+        attended = torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
+        if layer.output_gate is not None:
+            attended = attended * (x @ layer.output_gate.double().T).sigmoid()
+        return _product(attended, layer, "output")
 
     def _rotated(self, heads: Tensor) -> Tensor:
         cosines, sines = (table[: len(heads), None].double() for table in (self.rotary.cosines, self.rotary.sines))
@@ -314,7 +326,15 @@ def test_states_of_layers_are_the_formula_s(shape: str, threads: int) -> None:
         assert (got - expected[n]).abs().max() < 1e-5 * expected[n].abs().max()
 
 
-TORCH_S = ["plain", "biases", "head norms", "window 8", *(name for name in SHAPES if SHAPES[name].fusion)]
+FUSED = [name for name, shape in SHAPES.items() if shape.fusion and not shape.gated]
+TORCH_S = ["plain", "biases", "head norms", "window 8", *FUSED]
+
+
+def test_no_network_leaves_a_gate_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_factory, "NativeNetwork", Mock(side_effect=NativeUnavailableError("switched off")))
+    made = Weights(SHAPES["gated"], torch.float32)
+    with pytest.raises(NativeUnavailableError, match="gate attention"):
+        network_factory.make_network(made.layers, made.shape.heads, SLOTS, made.rotary)
 
 
 @pytest.mark.parametrize("shape", TORCH_S)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -39,11 +39,13 @@ REQUESTS = 6
 CHECKED_GUESSES = 36
 """Of the pass that checks a model when it is loaded."""
 MODELS: dict[tuple[str, int], Any] = {}
-BY_TORCH = " by torch"
+BY_TORCH, BY_TRANSFORMERS = " by torch", " by transformers"
+"""Without native code, and with native code in a forward of transformers."""
+MADE = [*KINDS, "qwen3_5_text" + BY_TRANSFORMERS, *(kind + BY_TORCH for kind in KINDS)]
 
 
 def model_of(name: str, slots: int = 1024) -> Any:
-    """Of an architecture, by native code if there is some or `BY_TORCH`. Kept: no test changes it."""
+    """Of an architecture, by all native code that there is, or as the end of `name` says. Kept: no test changes it."""
     if (name, slots) not in MODELS:
         config = EngineConfig(slots=slots, max_model_len=256, max_num_seqs=REQUESTS, max_num_batched_rows=64)
         MODELS[name, slots] = built(name, config)
@@ -51,15 +53,17 @@ def model_of(name: str, slots: int = 1024) -> Any:
 
 
 def built(name: str, config: EngineConfig) -> Any:
-    architecture = name.removesuffix(BY_TORCH)
-    switched_off = patch(
-        "paceline.model.network_factory.NativeAttention", side_effect=NativeUnavailableError("switched off")
-    )
-    with switched_off if name.endswith(BY_TORCH) else nullcontext():
+    architecture = name.removesuffix(BY_TORCH).removesuffix(BY_TRANSFORMERS)
+    off = Mock(side_effect=NativeUnavailableError("switched off"))
+    names = {BY_TORCH: ("NativeNetwork", "NativeAttention"), BY_TRANSFORMERS: ("NativeNetwork",)}
+    switched_off = next((names[way] for way in names if name.endswith(way)), ())
+    with ExitStack() as patches:
+        for each in switched_off:
+            patches.enter_context(patch(f"paceline.model.network_factory.{each}", off))
         return build(tiny(architecture), name, config, "", [])
 
 
-@pytest.fixture(params=[kind + way for kind in KINDS for way in ("", BY_TORCH)])
+@pytest.fixture(params=MADE)
 def model(request: pytest.FixtureRequest) -> Any:
     return model_of(request.param)
 
@@ -91,10 +95,16 @@ def test_bits_do_not_depend_on_rows_beside(model: Any) -> None:
     assert is_row_invariant(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_native_code_computes_what_torch_does(kind: str) -> None:
-    native, by_torch = (computed(model_of(kind + way), text(61), [61]) for way in ("", BY_TORCH))
+@pytest.mark.parametrize("name", [each for each in MADE if not each.endswith(BY_TORCH)])
+def test_native_code_computes_what_torch_does(name: str) -> None:
+    others = name.removesuffix(BY_TRANSFORMERS) + BY_TORCH
+    native, by_torch = (computed(model_of(each), text(61), [61]) for each in (name, others))
     torch.testing.assert_close(native, by_torch, atol=1e-4, rtol=1e-4)
+
+
+def test_a_dense_network_of_qwen3_5_is_native_as_a_whole() -> None:
+    made = [model_of("qwen3_5_text" + way) for way in ("", BY_TRANSFORMERS, BY_TORCH)]
+    assert [(each.native, each.has_native_attention) for each in made] == [(True, True), (False, True), (False, False)]
 
 
 def test_states_follow_what_was_accepted(model: Any) -> None:

@@ -53,7 +53,7 @@ class LlamaHead(HeadNetwork):
         `EngineConfig`.
 
         The rotary tables cover the target's positions, however many `config` names. Raises ValueError if
-        `quantization` cannot be had.
+        `quantization` cannot be had, and `NativeUnavailableError` as `make_network` does.
         """
         super().__init__(target, method, model, slots, hidden_state_layers, ids)
         heads = Heads.of(config)
@@ -127,6 +127,8 @@ def _packed_network(
             for part, name in MATRICES.items()
             if part != "output" or heads.head_size % HEAD_UNIT == 0  # else it is padded like the heads
         }
+        if layer.output_gate is not None:  # with queries one matrix
+            matrices["output_gate"] = packed(layer.output_gate, f"layers.{n}.{MATRICES['query']}.weight")
         return replace(layer, **matrices)
 
     try:

@@ -7,9 +7,9 @@ After DeepSeek-V3 (2024). With E the embedding of a row's token, h its feature a
 The feature of a row is the target's state after its final norm; the feature of a draft token's row is its parent's y.
 Some engines feed back x for GLM, or zero the embedding of the first row; both change only the acceptance rate.
 
-A layer of the Llama kind runs like other heads (`LlamaHead`). Any other layer is transformers' own, with a KV cache of
-ours. Embedding and output matrix are the target's; copies in the checkpoint are not read. Of several such layers, the
-first one drafts at every depth.
+A layer of the Llama kind runs like other heads (`LlamaHead`), and so does Qwen3.5's where there is native code. Any
+other layer is transformers' own, with a KV cache of ours. Embedding and output matrix are the target's; copies in the
+checkpoint are not read. Of several such layers, the first one drafts at every depth.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ from paceline.drafting.heads.mtp_layouts import SPECULATORS_LIBRARY, MtpFamily, 
 from paceline.drafting.heads.mtp_weights import MtpWeights
 from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.speculator import Speculator
+from paceline.model import qwen35
 from paceline.model.attention import ATTENTION, Heads, use_pass
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import is_llama_kind, layer_of
 from paceline.model.layer_weights import RotaryTables, StateFusion
 from paceline.model.layers import pad_rows
+from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_attention import NativeAttention
 from paceline.model.native_linear import PassRows, called_linear, take_over, use_pass_rows
 from paceline.model.network_factory import log_once, make_attention
@@ -69,30 +72,53 @@ def load_mtp(
     if count > 1:
         log.warning("of %d multi-token-prediction layers of %s the first one drafts", count, checkpoint)
     layer.eval().requires_grad_(False)
-    rotary = family.find(family.rotary)(config)
+    rotary = family.find(family.rotary)(config).to(target.device)
     name = checkpoint.folder.name
-    if not is_llama_kind(config):
-        if quantization is not None:
-            log_once(f"the draft layer of {family.name} stays as it is stored: quantization is for Llama's layers")
-        return TransformersHead(target, name, slots, layer, rotary, config)
+    if (made := _llama_head(target, name, slots, layer, rotary, config, quantization)) is not None:
+        return made
+    if quantization is not None:
+        log_once(f"the draft layer of {family.name} stays as it is stored: quantization is for Llama's layers")
+    return TransformersHead(target, name, slots, layer, rotary, config)
+
+
+def _llama_head(
+    target: TargetWeights,
+    name: str,
+    slots: int,
+    layer: MtpLayer,
+    rotary: nn.Module,
+    config: Any,
+    quantization: Quantization | None,
+) -> LlamaHead | None:
+    """None if the layer is of another kind, or of Qwen3.5's without native code for it."""
+    norms: Any = layer.token_norm, layer.hidden_norm, layer.final_norm
+    if is_llama_kind(config):
+        block, (token_norm, hidden_norm, final_norm) = layer_of(layer.block), (norm.weight for norm in norms)
+    elif qwen35.runs_natively(config):
+        block = qwen35.attention_layer_of(layer.block)
+        token_norm, hidden_norm, final_norm = map(qwen35.norm_of, norms)
+    else:
+        return None
     projection = layer.projection.weight
     if layer.hidden_first:
         projection = torch.cat(projection.chunk(2, 1)[::-1], 1)
-    return LlamaHead(
-        target,
-        "mtp",
-        name,
-        slots,
-        [layer_of(layer.block)],
-        config,
-        fusion=StateFusion(layer.token_norm.weight, layer.hidden_norm.weight, projection),
-        embedding=target.embedding(),
-        norm=layer.final_norm.weight,
-        output=target.output,
-        rotary=RotaryTables.of(rotary.to(target.device), target.max_model_len),
-        feeds_back_normed=True,
-        quantization=quantization,
-    )
+    with suppress(NativeUnavailableError):
+        return LlamaHead(
+            target,
+            "mtp",
+            name,
+            slots,
+            [block],
+            config,
+            fusion=StateFusion(token_norm, hidden_norm, projection),
+            embedding=target.embedding(),
+            norm=final_norm,
+            output=target.output,
+            rotary=RotaryTables.of(rotary, target.max_model_len),
+            feeds_back_normed=True,
+            quantization=quantization,
+        )
+    return None
 
 
 def mtp_layer_config(config: Any, *, sparse: bool) -> Any:
@@ -144,7 +170,7 @@ class TransformersHead(HeadNetwork):
         super().__init__(target, "mtp", model, slots)
         self._layer = layer
         self._embedding, self._output = target.embedding(), target.output
-        self._rotary = rotary.to(target.device)
+        self._rotary = rotary
         like = torch.empty(0, dtype=target.dtype, device=target.device)
         positions = min(slots, target.max_model_len)
         self._attention, _ = make_attention(1, Heads.of(config), slots, positions, like)

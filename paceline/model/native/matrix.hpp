@@ -77,9 +77,9 @@ constexpr int SOME_ROWS = 4;  // from here on arithmetic takes about as long as 
 #ifdef __AVX512F__
 constexpr int MOST_BLOCKS = 4, MOST_ROWS = 6;  // 24 of 32 registers hold sums
 #else
-constexpr int MOST_BLOCKS = 1, MOST_ROWS = 4;  // a vector takes two registers of AVX2, four of NEON
+constexpr int MOST_BLOCKS = 1, MOST_ROWS = SOME_ROWS - 1;  // a vector takes two registers of AVX2, four of NEON
 #endif
-constexpr int MOST_WIDENED_ROWS = 6;  // 12 of 16 registers hold sums, with AVX2
+constexpr int MOST_TILE_ROWS = 6;  // of many rows: 12 of 16 registers hold sums, with AVX2
 
 // Rows that a product takes, in the form of its matrix: [rows, padded in] of T, or quantised; null for one that no column needs.
 template <class T>
@@ -136,8 +136,6 @@ class Matrix {
     }
 
    private:
-    static constexpr bool WIDENS = MOST_BLOCKS == 1 && Element<T>::PER_WORD == 2;
-
     struct Panel {  // weights [words, blocks * LANES]
         const uint32_t* weights;
         int column, blocks;
@@ -195,8 +193,8 @@ class Matrix {
         }
 #endif
         if (!rows) return;
-        if constexpr (WIDENS)
-            if (rows >= SOME_ROWS) return widened_product(part, x, rows, y, stride, add);
+        if constexpr (MOST_BLOCKS == 1)
+            if (rows >= SOME_ROWS) return product_of_many(part, x, rows, y, stride, add);
         int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
         for (const Panel& panel : parts_[part]) {
             // The first tile reads the panel from memory, the others from a cache. To keep memory busy, each prefetches its
@@ -213,37 +211,51 @@ class Matrix {
         }
     }
 
-    // As `dense_product` bit for bit, for bf16 where no instruction multiplies it: rows are widened once, for all panels.
-    void widened_product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
+    // As `dense_product` bit for bit, for many rows where a vector takes several registers. Rows are widened once, for all
+    // panels, and those of a tile lie side by side: they are read one after another.
+    void product_of_many(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
         const size_t width = (size_t)words_ * Element<T>::PER_WORD;
-        thread_local std::vector<float> numbers;
-        numbers.resize(rows * width);
-        for (size_t i = 0; i < rows * width; i++) numbers[i] = Element<T>::widen_one(x[i]);
-        const int tiles = (rows + MOST_WIDENED_ROWS - 1) / MOST_WIDENED_ROWS;
-        for (const Panel& panel : parts_[part])
+        const int tiles = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS;
+        auto for_each_tile = [&](auto f) {
             for (int tile = 0, row = 0; tile < tiles; tile++) {
                 const int count = rows / tiles + (tile < rows % tiles);
-                const size_t next = tile ? 0 : (size_t)words_ * LANES;  // the first tile prefetches the next panel
-                widened_tile(panel, next, count, &numbers[row * width], y + row * stride + panel.column, stride, add);
+                f(tile, row, count);
                 row += count;
             }
+        };
+        thread_local std::vector<float> numbers;
+        numbers.resize(rows * width);
+        for_each_tile([&](int, int row, int count) {
+            for (int r = 0; r < count; r++)
+                for (size_t i = 0; i < width; i++) numbers[row * width + i * count + r] = Element<T>::widen_one(x[(row + r) * width + i]);
+        });
+        for (const Panel& panel : parts_[part])
+            for_each_tile([&](int tile, int row, int count) {
+                // Each tile prefetches its share of the next panel.
+                const uint32_t* asked = panel.weights + (size_t)words_ * LANES + (size_t)words_ * tile / tiles * LANES;
+                tile_of_many(panel, asked, tiles, count, &numbers[row * width], y + row * stride + panel.column, stride, add);
+            });
     }
-    template <int ROWS = MOST_WIDENED_ROWS>
-    void widened_tile(const Panel& panel, size_t ahead, int rows, const float* x, float* y, size_t stride, bool add) const {
+    template <int ROWS = MOST_TILE_ROWS>
+    __attribute__((noinline)) void tile_of_many(const Panel& panel, const uint32_t* asked, int tiles, int rows, const float* x, float* y,
+                                                size_t stride, bool add) const {
         if constexpr (ROWS > 1)
-            if (rows < ROWS) return widened_tile<ROWS - 1>(panel, ahead, rows, x, y, stride, add);
+            if (rows < ROWS) return tile_of_many<ROWS - 1>(panel, asked, tiles, rows, x, y, stride, add);
+        constexpr int PER = Element<T>::PER_WORD;
         PartFloats sums[ROWS][PARTS] = {};
         const uint32_t* w = panel.weights;
-        for (int i = 0; i < words_; i++, w += LANES) {
-            if (ahead) __builtin_prefetch(w + ahead, 0, 2);
-            // The upper halves of words, then the lower ones: few vectors are needed at a time.
+        for (int i = 0, until_asked = 1; i < words_; i++, w += LANES, x += PER * ROWS) {
+            if (!--until_asked) __builtin_prefetch(asked, 0, 2), asked += LANES, until_asked = tiles;
+            // The upper halves of words first, as everywhere: few vectors are needed at a time.
             PartFloats weights[PARTS];
-            for (int p = 0; p < PARTS; p++) weights[p] = (PartFloats)(load<PartWords>(w + PART * p) & 0xffff0000u);
+            if constexpr (PER == 2) {
+                for (int p = 0; p < PARTS; p++) weights[p] = (PartFloats)(load<PartWords>(w + PART * p) & 0xffff0000u);
+                for (int r = 0; r < ROWS; r++)
+                    for (int p = 0; p < PARTS; p++) sums[r][p] = added_product(weights[p], all_of_part(x[ROWS + r]), sums[r][p]);
+            }
+            for (int p = 0; p < PARTS; p++) weights[p] = (PartFloats)(load<PartWords>(w + PART * p) << (PER == 2 ? 16 : 0));
             for (int r = 0; r < ROWS; r++)
-                for (int p = 0; p < PARTS; p++) sums[r][p] = fused(weights[p], all_of_part(x[2 * ((size_t)r * words_ + i) + 1]), sums[r][p]);
-            for (int p = 0; p < PARTS; p++) weights[p] = (PartFloats)(load<PartWords>(w + PART * p) << 16);
-            for (int r = 0; r < ROWS; r++)
-                for (int p = 0; p < PARTS; p++) sums[r][p] = fused(weights[p], all_of_part(x[2 * ((size_t)r * words_ + i)]), sums[r][p]);
+                for (int p = 0; p < PARTS; p++) sums[r][p] = added_product(weights[p], all_of_part(x[r]), sums[r][p]);
         }
         for (int r = 0; r < ROWS; r++) finish(panel, 0, load<Floats>(sums[r]), y + r * stride, add);
     }

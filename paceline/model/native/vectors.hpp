@@ -181,6 +181,15 @@ inline V fused(V a, V b, V c) {
     return c;
 #endif
 }
+// `fused` in the register of the sum. Where sums take most registers, GCC would put it into a's or b's, and spill.
+inline PartFloats added_product(PartFloats a, PartFloats b, PartFloats sum) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+#else
+    return fused(a, b, sum);
+#endif
+}
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 // A number of 16 bits: IEEE 754 binary16.
