@@ -29,6 +29,7 @@ from paceline.drafting.method_registry import UNPACKED, hidden_state_layers
 from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.gguf.gguf_config import GgufSettings
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
+from paceline.model import qwen35
 from paceline.model.attention import ATTENTION, NO_HEADS, SPARE_SLOTS, Heads, KVCache
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.decoder import discover_layers, is_llama_kind, kept_states
@@ -200,16 +201,20 @@ def _layered_memory(network: Any, weights: int, engine: EngineConfig) -> WorkerM
     intercept_states(network)
     network.set_attn_implementation(ATTENTION)
     heads, shapes = discover_layers(network, int(config.num_hidden_layers), next(network.parameters()).device)
-    requests, guesses = kept_states(engine.max_num_seqs, engine.max_num_batched_rows)
-    snapshots = engine.state_snapshots if engine.enable_prefix_caching else 0
     slots = (KVCache.bytes_per_slot(1, own, dtype, head_width(own), engine.kv_cache_dtype) for own in heads.values())
     largest = max(heads.values(), key=math.prod, default=NO_HEADS)
     return WorkerMemory(
         weights,
         _activations(config, largest, dtype, engine, graphs_have_logits=True),
         sum(slots),
-        shapes.nbytes(requests + snapshots, guesses),
+        shapes.nbytes(*_kept_states(engine)),
     )
+
+
+def _kept_states(engine: EngineConfig) -> tuple[int, int]:
+    """States of requests and snapshots, and guesses whose inputs are kept."""
+    requests, guesses = kept_states(engine.max_num_seqs, engine.max_num_batched_rows)
+    return requests + (engine.state_snapshots if engine.enable_prefix_caching else 0), guesses
 
 
 def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> WorkerMemory:
@@ -217,7 +222,12 @@ def packed_memory(path: str, config: GgufSettings, engine: EngineConfig) -> Work
     heads, dtype = Heads.of(config), dtype_of(config, engine)
     device = torch.device(engine.device)
     weights = sum(_packed_bytes(each, dtype, device) for each in GgufFile.open(path).tensors.values())
-    return _with_cache(weights, config, heads, dtype, engine)
+    attending = qwen35.attending_layers(config)
+    need = _with_cache(weights, config, heads, dtype, engine, attending)
+    if attending is None:
+        return need
+    states = qwen35.delta_shape(config).nbytes(*_kept_states(engine), dtype)
+    return need + WorkerMemory(states=(config.num_hidden_layers - attending) * states)
 
 
 def _with_cache(
@@ -226,8 +236,10 @@ def _with_cache(
     heads: Heads,
     dtype: torch.dtype,
     engine: EngineConfig,
+    attending: int | None = None,
 ) -> WorkerMemory:
-    layers = int(config.num_hidden_layers)
+    """`attending`: layers with keys; None: all."""
+    layers = int(config.num_hidden_layers) if attending is None else attending
     slot = KVCache.bytes_per_slot(layers, heads, dtype, head_width(heads), engine.kv_cache_dtype)
     return WorkerMemory(weights, _activations(config, heads, dtype, engine), slot)
 

@@ -18,6 +18,8 @@ from paceline.gguf.gguf_rope import DEFAULT_BASE, floats, rope
 
 PACKED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite"})
 """transformers' model types whose matrices can be computed as the file has them."""
+STATE_UNIT = 16
+"""Native code keeps states of heads whose size is a multiple of it."""
 SQUARE_QUERY_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose queries are scaled by the width per head; llama.cpp knows them by this number."""
 GEMMA3_PATTERN = 6
@@ -40,7 +42,10 @@ class GgufSettings(SimpleNamespace):
 
 def is_packed_kind(config: Mapping[str, Any]) -> bool:
     """Whether native code computes this model with matrices as the file has them. `config`: `transformers_config`'s."""
-    return config.get("model_type") in PACKED_MODEL_TYPES
+    kind = config.get("model_type")
+    if kind == "qwen3_5_text":
+        return not config["linear_key_head_dim"] % STATE_UNIT  # values have the same
+    return kind in PACKED_MODEL_TYPES
 
 
 def transformers_config(file: GgufFile) -> dict[str, Any]:

@@ -333,6 +333,7 @@ class LlamaModel(TransformersModel):
             states=parts.states,
         )
         super().__init__(info, cache, config)
+        self._states = parts.states
         self.states = None if parts.states is None else parts.states.cache
         self.native = self.has_native_attention = isinstance(self._network, NativeNetwork)
 

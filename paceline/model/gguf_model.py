@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,22 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.gguf.gguf_config import GgufSettings, is_packed_kind, transformers_config
 from paceline.gguf.gguf_file import GgufFile, is_gguf
+from paceline.model import qwen35
+from paceline.model.attention import Heads
 from paceline.model.decoder import LLAMA_KIND
 from paceline.model.gguf_weights import GgufWeights, dequantized
-from paceline.model.layer_weights import NORMS, LayerVariant, RotaryTables, Weight, rotary_frequencies
+from paceline.model.layer_weights import (
+    MATRICES,
+    NORMS,
+    AnyLayerWeights,
+    DeltaLayerWeights,
+    DeltaWeights,
+    LayerVariant,
+    LayerWeights,
+    RotaryTables,
+    Weight,
+    rotary_frequencies,
+)
 from paceline.model.loading import dtype_of
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.network_factory import log_once
@@ -47,11 +61,36 @@ class GgufPackedWeights(PackedWeights):
         self.names = frozenset(self._weights.names)
 
     def matrix(self, name: str) -> Weight:
-        packed = self._weights.quantized(name)
-        return self._weights.tensor(name, self.dtype) if packed is None else packed
+        return self._weights.matrix(name, self.dtype)
 
     def vector(self, name: str) -> Tensor | None:
         return self._weights.stored(name) if name in self.names else None
+
+    def layer(self, n: int, heads: Heads, network: PackedNetwork) -> AnyLayerWeights:
+        """Of Qwen3.5 value heads are in the file's order: see `DeltaShape.tiled`."""
+        prefix = f"model.layers.{n}"
+        if f"{prefix}.linear_attn.A_log" in self.names:
+            return self._delta_layer(prefix)
+        layer = super().layer(n, heads, network)
+        if network.delta is None or not isinstance(layer, LayerWeights):
+            return layer
+        query, gate = qwen35.split_gate(layer.query, heads.head_size)
+        return replace(layer, query=query, output_gate=gate)
+
+    def _delta_layer(self, prefix: str) -> DeltaLayerWeights[Weight]:
+        own = f"{prefix}.linear_attn"
+        norms = {field: f"{prefix}.{NORMS[field]}" for field in ("input_norm", "inner_norm")}
+        mlp = {field: f"{prefix}.{MATRICES[field]}" for field in ("gate", "up", "down")}
+        delta: dict[str, Any] = self._matrices_called(
+            {field: f"{own}.{name}" for field, name in qwen35.DELTA_MATRICES.items()}
+        )
+        delta |= {field: self._weights.stored(f"{own}.{name}") for field, name in qwen35.DELTA_VECTORS.items()}
+        parts: dict[str, Any] = self._matrices_called({**mlp, "output": f"{own}.out_proj"})
+        parts |= {field: self._weights.stored(f"{name}.weight") for field, name in norms.items()}
+        return DeltaLayerWeights(DeltaWeights(**delta), **parts)
+
+    def _matrices_called(self, names: Mapping[str, str]) -> dict[str, Weight]:
+        return {field: self.matrix(f"{name}.weight") for field, name in names.items()}
 
 
 def packed_network(file: GgufFile, config: GgufSettings, positions: int) -> PackedNetwork:
@@ -66,6 +105,8 @@ def packed_network(file: GgufFile, config: GgufSettings, positions: int) -> Pack
         logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
         logit_cap=getattr(config, "final_logit_softcapping", None),
         layer_packed=file.release_pages,
+        delta=qwen35.delta_shape(config)._replace(tiled=True) if qwen35.runs_natively(config) else None,
+        attending=qwen35.attending_layers(config),
     )
 
 

@@ -19,12 +19,14 @@ from torch import Tensor
 from paceline.gguf.gguf_config import transformers_config
 from paceline.gguf.gguf_file import GgufFile, GgufTensor
 from paceline.gguf.gguf_names import Change, Source, grouped_rows, tensor_sources, unpermuted_rows
-from paceline.model.layer_weights import QuantizedWeight
+from paceline.model.layer_weights import QuantizedWeight, Weight
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that torch has, too."""
 CHUNK = 4 << 20
 """Numbers that are dequantised at a time."""
+OF_VALUES = frozenset({Change.VALUE_ROWS, Change.VALUE_COLUMNS, Change.VALUE_CONVOLUTION, Change.VALUE_DECAY})
+"""Changes of the order of value heads, among others."""
 EXACT = frozenset({Change.MINUS_ONE, Change.DECAY, Change.VALUE_DECAY})
 """Changes of numbers, which come before they are rounded."""
 
@@ -82,17 +84,18 @@ class GgufWeights:
         return self._changed(source.change, parts).to(dtype)
 
     def stored(self, name: str) -> Tensor:
-        """A norm or a bias as the file has it, float32: of Gemma's norms what rows are multiplied by."""
+        """A vector, or what is small, as the file has it, float32: of Gemma's norms what rows are multiplied by."""
         [stored] = self.sources[name].names
         return dequantized(self._file.tensor(stored), torch.float32)
 
-    def quantized(self, name: str) -> QuantizedWeight | None:
-        """A matrix of transformers in the file's blocks; None if the file has it in floats."""
+    def matrix(self, name: str, dtype: torch.dtype) -> Weight:
+        """A matrix of transformers, with value heads in the file's order: in the file's blocks, or in `dtype` if the
+        file has it in floats."""
         source = self.sources[name]
-        tensor = self._file.tensor(source.names[0])
+        tensor, in_order = self._file.tensor(source.names[0]), source.change in (Change.NONE, *OF_VALUES)
         if not tensor.type.is_packed:
-            return None
-        data = tensor.data if source.change is Change.NONE else tensor.data[self._row_order(source.change)]
+            return dequantized(tensor, dtype) if in_order else self.tensor(name, dtype)
+        data = tensor.data if in_order else tensor.data[self._row_order(source.change)]
         return QuantizedWeight(tensor.type.number, (tensor.shape[0], tensor.shape[1]), data)
 
     def _row_order(self, change: Change) -> npt.NDArray[np.intp]:

@@ -136,6 +136,9 @@ class DeltaShape(NamedTuple):
     """Of a value."""
     taps: int
     """Of the convolution: a token's own input and those before it."""
+    tiled: bool = False
+    """The heads of a group are not neighbours: there are as many others between them as there are groups, as in GGUF
+    files."""
 
     @property
     def mixed(self) -> int:
@@ -146,6 +149,12 @@ class DeltaShape(NamedTuple):
     def scanned(self) -> int:
         """What changes a state: decays, keys, values and betas of a token."""
         return 2 * self.heads + self.groups * self.size + self.heads * self.channels
+
+    def nbytes(self, states: int, guesses: int, dtype: torch.dtype) -> int:
+        """Of so many states of a layer, and of what is kept of guesses. `dtype`: of a convolution's inputs."""
+        inputs = self.mixed * dtype.itemsize
+        of_state = 4 * self.heads * self.size * self.channels + (self.taps - 1) * inputs
+        return states * of_state + guesses * (4 * self.scanned + inputs)
 
 
 @dataclass(frozen=True)

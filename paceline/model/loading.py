@@ -185,15 +185,22 @@ def build(
             eos_token_ids=tuple(eos_token_ids),
             fingerprint=fingerprint,
             folder=Path(name if folder is None else folder),
-            kv_cache_dtype=config.kv_cache_dtype,
-            requests=config.max_num_seqs,
-            rows=config.max_num_batched_rows,
-            snapshots=config.state_snapshots if config.enable_prefix_caching else 0,
-            snapshot_interval=config.state_snapshot_interval,
+            **settings_of(config),
         )
         model = make_model(network, info, positions, sharding, verify=config.verify)
     model.numerics = numerics_of(model, quantization_of(network.config))
     return model
+
+
+def settings_of(config: EngineConfig) -> dict[str, Any]:
+    """What a `ModelInfo` has of the engine's settings."""
+    return {
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "requests": config.max_num_seqs,
+        "rows": config.max_num_batched_rows,
+        "snapshots": config.state_snapshots if config.enable_prefix_caching else 0,
+        "snapshot_interval": config.state_snapshot_interval,
+    }
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.model.attention import Heads, KVCache
-from paceline.model.decoder import Reference, check_logits, checked_tokens
+from paceline.model.decoder import Reference, check_logits, checked_tokens, state_cache
 from paceline.model.gpu.memory import triton_compiles
 from paceline.model.gpu.packed_matrix import on_device
 from paceline.model.layer_weights import (
@@ -24,6 +24,8 @@ from paceline.model.layer_weights import (
     LLAMA,
     MATRICES,
     NORMS,
+    AnyLayerWeights,
+    DeltaShape,
     LayerVariant,
     LayerWeights,
     Matrix,
@@ -32,12 +34,13 @@ from paceline.model.layer_weights import (
     Weight,
 )
 from paceline.model.layers import TorchNetwork, look_up, use_whole_sums
-from paceline.model.loading import end_tokens, positions_of
+from paceline.model.loading import end_tokens, positions_of, settings_of
 from paceline.model.model import ModelInfo, ModelOutput, TransformersModel
 from paceline.model.native.native_library import dequantize
 from paceline.model.native.native_network import NativeNetwork, head_width
 from paceline.model.network_factory import Network, make_network
 from paceline.model.rows import Row, SlotTable
+from paceline.model.states.native_states import DeltaStates
 from paceline.model.torch_attention import TorchAttention, file_digest
 from paceline.text import vocabulary_fingerprint
 
@@ -75,7 +78,7 @@ class PackedWeights(ABC):
     def vector(self, name: str) -> Tensor | None:
         """A norm or a bias, float32; None if the model has none."""
 
-    def layer(self, n: int, heads: Heads, network: PackedNetwork) -> LayerWeights[Weight]:
+    def layer(self, n: int, heads: Heads, network: PackedNetwork) -> AnyLayerWeights:
         """Of layer `n`."""
         layer = f"model.layers.{n}"
         fields: dict[str, Any] = self._matrices(layer, heads)
@@ -98,7 +101,7 @@ class PackedWeights(ABC):
         return matrices | {field: self.matrix(f"{layer}.{name}.weight") for field, name in single.items()}
 
 
-class PackedLayers(Sequence[LayerWeights[Weight]]):
+class PackedLayers(Sequence[AnyLayerWeights]):
     """A model's layers for native code, each read when it is asked for, and not kept."""
 
     def __init__(self, weights: PackedWeights, heads: Heads, network: PackedNetwork, count: int) -> None:
@@ -107,9 +110,10 @@ class PackedLayers(Sequence[LayerWeights[Weight]]):
     def __len__(self) -> int:
         return len(self._layers)
 
-    def __getitem__(self, n: int) -> LayerWeights[Weight]:  # type: ignore[override] # nothing slices it
+    def __getitem__(self, n: int) -> AnyLayerWeights:  # type: ignore[override] # nothing slices it
         layer = self._weights.layer(self._layers[n], self._heads, self._network)
-        if self._heads.head_size % HEAD_UNIT and isinstance(layer.output, QuantizedWeight):
+        attends = isinstance(layer, LayerWeights)
+        if attends and self._heads.head_size % HEAD_UNIT and isinstance(layer.output, QuantizedWeight):
             return replace(layer, output=dequantize(layer.output).to(self._weights.dtype))
         return layer
 
@@ -133,6 +137,10 @@ class PackedNetwork:
     """Limit of logits, by tanh."""
     layer_packed: Callable[[], None] = lambda: None
     """Called when a layer's weights have been copied."""
+    delta: DeltaShape | None = None
+    """Of layers that keep a state, by native code only."""
+    attending: int | None = None
+    """Layers that attend; None: all."""
 
 
 def packed_info(name: str, path: Path, config: Any, engine: EngineConfig) -> ModelInfo:
@@ -149,7 +157,7 @@ def packed_info(name: str, path: Path, config: Any, engine: EngineConfig) -> Mod
         fingerprint=vocabulary_fingerprint(str(path)),
         folder=path,
         rows_invariant=True,
-        kv_cache_dtype=engine.kv_cache_dtype,
+        **settings_of(engine),
     )
 
 
@@ -188,11 +196,13 @@ class PackedModel(TransformersModel):
     def _by_native_code(
         self, info: ModelInfo, heads: Heads, weights: PackedWeights, options: dict[str, Any]
     ) -> tuple[Network, KVCache]:
-        network = self._parts
-        cache = KVCache(
-            *(info.layers, info.slots, heads, weights.dtype, torch.device("cpu"), head_width(heads)),
-            info.kv_cache_dtype,
-        )
+        network, cpu = self._parts, torch.device("cpu")
+        attending = info.layers if network.attending is None else network.attending
+        cache = KVCache(attending, info.slots, heads, weights.dtype, cpu, head_width(heads), info.kv_cache_dtype)
+        self._states: DeltaStates | None = None
+        if network.delta is not None:
+            info.states = state_cache(info, network.delta.taps - 1, cpu, native=True)
+            self._states = DeltaStates(info.states, network.delta, weights.dtype)
         self._embedding: Weight | Matrix = weights.matrix(EMBEDDING)
         made = NativeNetwork(
             PackedLayers(weights, heads, network, info.layers),
@@ -204,6 +214,7 @@ class PackedModel(TransformersModel):
             head=weights.matrix(HEAD) if HEAD in weights.names else self._embedding,
             variant=network.variant,
             layer_packed=network.layer_packed,
+            states=self._states,
             **options,
         )
         network.layer_packed()
@@ -226,7 +237,9 @@ class PackedModel(TransformersModel):
         head = placed(HEAD) if HEAD in weights.names else self._embedding
         layers = []
         for n in range(info.layers):
-            layers.append(_layer_on_device(weights.layer(n, heads, network), device, dtype))
+            layer = weights.layer(n, heads, network)
+            assert isinstance(layer, LayerWeights), "kernels have Llama's layers alone"
+            layers.append(_layer_on_device(layer, device, dtype))
             network.layer_packed()
         norm = weights.vector(NORM)
         final: dict[str, Any] = {"embedding": self._embedding, "head": head}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,15 +21,31 @@ from paceline.model.layer_weights import (
 from paceline.model.native.native_library import LANES
 
 MODEL_TYPE = "qwen3_5_text"
+DELTA_MATRICES: Mapping[str, str] = {
+    **{"mixed": "in_proj_qkv", "gate": "in_proj_z"},
+    **{"beta": "in_proj_b", "decay": "in_proj_a"},
+}
+"""Of a layer that keeps a state, and transformers' names for them."""
+DELTA_VECTORS: Mapping[str, str] = {
+    **{"convolution": "conv1d.weight", "rates": "A_log"},
+    **{"offsets": "dt_bias", "norm": "norm.weight"},
+}
+"""The rest of it; for the rates transformers has the logarithms of their magnitudes."""
 
 
 def runs_natively(config: Any) -> bool:
     """Whether native code has the layers of a model with this configuration."""
     plain = getattr(config, "quantization_config", None) is None  # else its weights are transformers' own modules
-    if config.model_type != MODEL_TYPE or not plain or config.hidden_act != "silu" or config.attention_bias:
+    other = getattr(config, "attention_bias", False) or getattr(config, "hidden_act", "silu") != "silu"
+    if config.model_type != MODEL_TYPE or not plain or other:
         return False
     sizes = config.linear_key_head_dim, config.linear_value_head_dim
     return "full_attention" in config.layer_types and not any(size % LANES for size in sizes)
+
+
+def attending_layers(config: Any) -> int | None:
+    """How many of such a model's layers attend; None for any other model: all."""
+    return config.layer_types.count("full_attention") if config.model_type == MODEL_TYPE else None
 
 
 def delta_shape(config: Any) -> DeltaShape:
@@ -84,13 +101,8 @@ def split_gate(queries: Weight, size: int) -> tuple[Weight, Weight]:
 
 
 def _delta_of(module: Any) -> DeltaWeights[Tensor]:
-    return DeltaWeights(
-        mixed=module.in_proj_qkv.weight,
-        gate=module.in_proj_z.weight,
-        beta=module.in_proj_b.weight,
-        decay=module.in_proj_a.weight,
-        convolution=module.conv1d.weight.squeeze(1),
-        rates=-module.A_log.float().exp(),
-        offsets=module.dt_bias,
-        norm=module.norm.weight,
-    )
+    tensors = dict(module.named_parameters())
+    matrices = {field: tensors[f"{name}.weight"] for field, name in DELTA_MATRICES.items()}
+    vectors = {field: tensors[name] for field, name in DELTA_VECTORS.items()}
+    vectors |= {"convolution": vectors["convolution"].squeeze(1), "rates": -vectors["rates"].float().exp()}
+    return DeltaWeights(**matrices, **vectors)

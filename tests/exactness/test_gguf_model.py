@@ -33,13 +33,17 @@ from tests.helpers.row_runs import assert_same, chunks, lockstep, one_by_one, ra
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
 LONGEST = 150
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite")
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "qwen3_5_text")
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 """Widths that formats with blocks of 256 take."""
 INT8_ROWS = 0.06
 """Difference from float32 rows, relative to the logits; seen: up to 0.043. A wrong order of rows shows as 0.3."""
-SHALLOW = {"gemma3_text": {"num_hidden_layers": 2}}
-"""Kinds of more layers in floats: the seven of this one differ by 0.17 from float32 rows, and by 1e-6 in floats."""
+SHALLOW = {
+    "gemma3_text": {"num_hidden_layers": 2},
+    "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+}
+"""Kinds of more layers in floats: seven of the first one differ by 0.17 from float32 rows, and by 1e-6 in floats; three
+of the other by 0.079, and by 2e-6."""
 ROPES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}},
     "phi3": {
@@ -138,6 +142,8 @@ def test_weights_stay_packed(written: Any, monkeypatch: pytest.MonkeyPatch) -> N
         ("gemma3_text", "Q8_0"),
         ("phi3", "Q4_0"),
         ("granite", "Q5_1"),
+        ("qwen3_5_text", "Q8_0"),
+        ("qwen3_5_text", "Q4_K"),
     ],
 )
 def test_rows_equal_one_row_at_a_time(kind: str, quantization: str, dtype: str, written: Any) -> None:

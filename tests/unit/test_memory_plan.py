@@ -27,9 +27,10 @@ from paceline.drafting import build_speculator
 from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.network_speculator import PREFILL_ROWS
 from paceline.llm import LLM
-from paceline.memory_plan import WorkerMemory, draft_memory, model_memory, plan_memory
+from paceline.memory_plan import WorkerMemory, draft_memory, model_memory, packed_memory, plan_memory
 from paceline.model import device_memory, load, network_factory, torch_attention
 from paceline.model.attention import SPARE_SLOTS, Heads, KVCache
+from paceline.model.gguf_model import packed_config
 from paceline.model.gpu import memory as gpu_memory
 from paceline.model.gpu.memory import MOST_TABLES, PassMemory
 from paceline.model.gpu.pass_graphs import Outputs
@@ -128,7 +129,7 @@ def test_a_model_takes_what_the_plan_says(tmp_path: Path, architecture: str, dty
     assert need.activations > 256 * 64 * 4, "the float32 logits of a full pass"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("architecture", ["qwen3_next", "nemotron_h", "lfm2", "falcon_h1"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_take_what_the_plan_says(tmp_path: Path, architecture: str, dtype: Any) -> None:
     """Those of requests, snapshots, and inputs of guesses; layers that keep them have no keys and values."""
@@ -149,6 +150,29 @@ def test_states_take_what_the_plan_says(tmp_path: Path, architecture: str, dtype
     fewer = model_memory(outline(str(tmp_path), engine), engine.model_copy(update={"enable_prefix_caching": False}))
     assert fewer.states < need.states
     assert need.slots_in(GIB + need.states) == fewer.slots_in(GIB + fewer.states)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_of_a_native_network_take_what_the_plan_says(tmp_path: Path, dtype: Any) -> None:
+    """In a folder, and in a file; a folder's plan has room for torch's copies, too."""
+    tiny("qwen3_5_text").save_pretrained(tmp_path / "folder")
+    save_tokenizer(tmp_path / "folder", range(128))
+    write_gguf(file := tmp_path / "tiny.gguf", tiny_config("qwen3_5_text"), "F32")
+    engine = EngineConfig(slots=300, dtype=dtype, max_num_seqs=5, max_num_batched_rows=300, state_snapshots=7)
+    settings = packed_config(str(file), engine)
+    assert settings is not None
+    needs = {
+        tmp_path / "folder": model_memory(outline(str(tmp_path / "folder"), engine), engine),
+        file: packed_memory(str(file), settings, engine),
+    }
+    for path, need in needs.items():
+        model: Any = load(str(path), engine)
+        assert model.native
+        assert model.cache.data.nbytes == need.bytes_per_slot * (300 + SPARE_SLOTS)
+        shape, layers = model._states.shape, model.layers - len(model.cache.data)
+        zeros = layers * shape.mixed * model.dtype.itemsize  # what is before a path's first token
+        copies = 0 if path == file else 300 * STATE_COPIES * 4 * shape.heads * shape.size * shape.channels
+        assert need.states == model._states.nbytes - zeros + copies
 
 
 def test_a_rank_has_its_share_of_layers_and_heads(target: Path) -> None:

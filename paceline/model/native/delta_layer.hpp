@@ -20,7 +20,7 @@ struct Weights {  // a matrix [out, in] of type T, or GGUF's blocks; part of the
 };
 
 struct DeltaShape {  // of all such layers of a network; part of the C interface
-    int32_t heads, groups, size, channels, taps;
+    int32_t heads, groups, size, channels, taps, tiled;
 
     int keys() const { return groups * size; }
     int values() const { return heads * channels; }
@@ -141,7 +141,7 @@ class DeltaLayer {
    private:
     ScanSpec scan_of(const StatePass& pass, DeltaBuffers<T>& b) const {
         return {.pass = &pass, .heads = shape_.heads, .groups = shape_.groups, .size = shape_.size, .channels = shape_.channels,
-                .decays = 1, .has_betas = true, .rates = nullptr, .states = states_, .inputs = b.inputs.data(), .kept = kept_,
+                .decays = 1, .has_betas = true, .is_tiled = shape_.tiled, .rates = nullptr, .states = states_, .inputs = b.inputs.data(), .kept = kept_,
                 .queries = b.queries.data(), .out = b.read.data()};
     }
     // A vector of a group, as long as `length`.

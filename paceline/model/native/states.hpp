@@ -41,6 +41,7 @@ struct ScanSpec {
     int32_t heads, groups, size, channels;  // the heads of a group, which are neighbours, share keys and queries
     int32_t decays;      // of a head: 1, `size`, or, with rates, `channels`
     int32_t has_betas;   // a change is beta * (value - key * state), else the value
+    int32_t is_tiled;    // the heads of a group are as far from each other as there are groups
     const float* rates;  // [size, channels] or null: a number's decay is exp(rate * decay of its channel)
     float* states;       // [states, heads, size, channels]
     const float* inputs;         // of each row: decays [heads, decays], keys [groups, size], values [heads, channels] and
@@ -145,7 +146,7 @@ class Scan {
     // From the state before a token, a block [size, WIDTH], to the one after it, and what the token reads.
     template <bool BETAS, bool RATES>
     void advance(int64_t token, int head, int column, int width, float* state, const float* rates) const {
-        const int size = spec_.size, group = head / (spec_.heads / spec_.groups);
+        const int size = spec_.size, group = spec_.is_tiled ? head % spec_.groups : head / (spec_.heads / spec_.groups);
         const int64_t source = pass_.order.sources[token];
         const size_t keys = spec_.heads * spec_.decays, values = keys + spec_.groups * size;
         const size_t betas = values + spec_.heads * spec_.channels, stride = input_size();

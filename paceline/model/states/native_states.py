@@ -64,7 +64,10 @@ class StatePassSpec(ctypes.Structure):
 class _ScanSpec(ctypes.Structure):
     _fields_ = (
         ("this", Pointer),
-        *((name, ctypes.c_int32) for name in ("heads", "groups", "size", "channels", "decays", "has_betas")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("heads", "groups", "size", "channels", "decays", "has_betas", "is_tiled")
+        ),
         *((name, Pointer) for name in ("rates", "states", "inputs", "kept", "queries", "out")),
     )
 
@@ -83,16 +86,20 @@ class DeltaStates:
     def __init__(self, cache: StateCache, shape: DeltaShape, dtype: torch.dtype) -> None:
         """`dtype`: of a convolution's inputs."""
         self.cache, self.shape, self._dtype = cache, shape, dtype
+        self.nbytes = 0
+        """Of what layers have."""
 
     def new_memory(self) -> list[Tensor]:
         """Of one layer, with zeros: a convolution's memory [first row, mixed], states [states, heads, size, channels],
         and inputs of guesses [guesses, scanned]."""
         cache, shape = self.cache, self.shape
-        return [
+        memory = [
             lazy_zeros((cache.first_row, shape.mixed), self._dtype, cache.device),
             lazy_zeros((cache.states, shape.heads, shape.size, shape.channels), torch.float32, cache.device),
             lazy_zeros((cache.guesses, shape.scanned), torch.float32, cache.device),
         ]
+        self.nbytes += sum(each.nbytes for each in memory)
+        return memory
 
     def start_pass(self, rows: Sequence[Row]) -> StatePassSpec:
         """Raises as `StateCache.paths`."""
@@ -107,7 +114,7 @@ def native_scan(spec: StatePassSpec, scan: Scan, states: Tensor, inputs: Tensor,
     rates = None if scan.rates is None else scan.rates.contiguous()
     scanned = _ScanSpec(
         ctypes.addressof(spec),
-        *(heads, scan.keys.shape[1], size, channels, scan.decays.shape[2], scan.betas is not None),
+        *(heads, scan.keys.shape[1], size, channels, scan.decays.shape[2], scan.betas is not None, False),
         *map(address, (rates, states, inputs, kept, queries, out)),
     )
     NativeLibrary.instance().run("scan", ctypes.byref(scanned))

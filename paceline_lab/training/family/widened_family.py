@@ -1,15 +1,17 @@
-"""The shipped family at the cost of a larger one: the same function, padded with zeros to four times the width.
+"""The shipped family at the cost of a larger one: the same function, padded with zeros to several times the width.
 
 Speculation is for models whose step costs much more than their draft's; the shipped target is small enough for a
-package. Widened, it keeps its acceptance and has the weights of a larger model: hidden size 256 becomes 1,024,
-inner size 512 becomes 2,048, and a pass costs what 188 million parameters cost. It adds no
+package. Widened, it keeps its acceptance and has the weights of a larger model: four times as wide, hidden size 256
+becomes 1,024, inner size 512 becomes 2,048, and a pass costs what 188 million parameters cost. It adds no
 knowledge: the copy is for benchmarks and the demo, which make it on the fly.
 
-Why nothing changes: every matrix gets zero rows and columns, so the three quarters of a state that were added stay
-zero. RMSNorm divides by the root of the mean square over all dimensions plus epsilon. Over four times as many
-dimensions the mean square is a quarter, so epsilon is made a quarter too; the root is then half, so the norm's weight
-is halved. Both are exact in bfloat16. The number of heads and their size stay. Only rounding differs, because sums over
-more terms have another order: equal to about 1e-5 in float32, while in bfloat16 some greedy choices flip.
+Why nothing changes: every matrix gets zero rows and columns, so the part of a state that was added stays zero. RMSNorm
+divides by the root of the mean square over all dimensions plus epsilon. Over four times as many dimensions the mean
+square is a quarter, so epsilon is made a quarter too; the root is then half, so the norm's weight is halved. Both are
+exact in bfloat16. The number of heads and their size stay, and so do states. Only rounding differs, because sums over
+more terms have another order: equal to about 1e-5 in float32, while in bfloat16 some greedy choices flip. Qwen3.5's
+norms store the difference from 1, which is rounded there, and epsilon is also that of its heads' norms, whose mean
+squares are far larger.
 """
 
 from __future__ import annotations
@@ -29,19 +31,27 @@ from paceline import family
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 
 TIMES = 4
-"""The factor of the width. A norm's weight is divided by its root, which is a power of two: exact in bfloat16."""
-PADDED = {
-    "embed_tokens.weight": (1, TIMES),
-    "lm_head.weight": (1, TIMES),
-    "q_proj.weight": (1, TIMES),
-    "k_proj.weight": (1, TIMES),
-    "v_proj.weight": (1, TIMES),
-    "o_proj.weight": (TIMES, 1),
-    "gate_proj.weight": (TIMES, TIMES),
-    "up_proj.weight": (TIMES, TIMES),
-    "down_proj.weight": (TIMES, TIMES),
+"""The factor of the family's width. A norm's weight is divided by its root, a power of two: exact in bfloat16."""
+HIDDEN_COLUMNS = (
+    "embed_tokens",
+    "lm_head",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_a",
+    "in_proj_b",
+)
+PADDED: Mapping[str, tuple[bool, bool]] = {
+    **dict.fromkeys(HIDDEN_COLUMNS, (False, True)),
+    **dict.fromkeys(("o_proj", "out_proj"), (True, False)),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (True, True)),
 }
-"""By the end of a matrix's name, the factors of its rows and columns."""
+"""By the last part of a matrix's name, whether it gets more rows and more columns."""
+OF_HEADS = ("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight", "conv1d.weight", "A_log", "dt_bias")
+"""Ends of names of tensors that stay."""
+KINDS = ("llama", "qwen3_5_text")
 EAGLE3 = "eagle3"
 TARGET_README = """\
 # {name}
@@ -72,25 +82,30 @@ def widened_family(folder: Path) -> tuple[Path, Path]:
     return target, head
 
 
-def write_target(source: Path, folder: Path) -> None:
-    """The checkpoint of a Llama, widened, with the tokenizer's files. Raises `CheckpointError` for other kinds."""
+def write_target(source: Path, folder: Path, times: int = TIMES) -> None:
+    """The checkpoint of a Llama or a dense Qwen3.5, widened, with the tokenizer's files. `times`: a power of four.
+
+    Raises `CheckpointError` for other kinds."""
     checkpoint = Checkpoint(source)
     source_config = checkpoint.config
     if (
-        source_config.get("model_type") != "llama"
+        source_config.get("model_type") not in KINDS
         or source_config.get("attention_bias")
         or source_config.get("mlp_bias")
     ):
-        raise CheckpointError(f"{checkpoint} cannot be widened: only Llamas without biases can")
-    weights = {name: _widened(name, checkpoint.tensor(name)) for name in checkpoint.names}
+        raise CheckpointError(f"{checkpoint} cannot be widened: only Llamas and dense Qwen3.5 without biases can")
+    stored_from = 1.0 if source_config["model_type"] == "qwen3_5_text" else 0.0
+    weights = {
+        name: _widened(name, checkpoint.tensor(name), times, stored_from=stored_from) for name in checkpoint.names
+    }
     sizes = {
         "head_dim": source_config.get("head_dim")
         or source_config["hidden_size"] // source_config["num_attention_heads"]
     }
-    sizes |= {key: source_config[key] * TIMES for key in ("hidden_size", "intermediate_size")}
-    config = {**source_config, **sizes, "rms_norm_eps": source_config["rms_norm_eps"] / TIMES}
+    sizes |= {key: source_config[key] * times for key in ("hidden_size", "intermediate_size")}
+    config = {**source_config, **sizes, "rms_norm_eps": source_config["rms_norm_eps"] / times}
     parameters = sum(each.numel() for each in weights.values())
-    readme = TARGET_README.format(name=folder.name, source=source.name, times=TIMES, parameters=parameters)
+    readme = TARGET_README.format(name=folder.name, source=source.name, times=times, parameters=parameters)
     _write(folder, weights, config, readme, [path for path in source.iterdir() if _is_copied(path)])
 
 
@@ -110,14 +125,22 @@ def write_head(source: Path, target: Path, folder: Path) -> None:
     _write(folder, weights, config, HEAD_README.format(name=folder.name, source=source.name))
 
 
-def _widened(name: str, weight: Tensor) -> Tensor:
+def _widened(name: str, weight: Tensor, times: int, *, stored_from: float = 0.0) -> Tensor:
+    """`stored_from`: what a norm's numbers are stored as the difference from."""
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    if name.endswith(OF_HEADS):
+        return weight
     if weight.ndim == 1:  # a norm's
-        return F.pad(weight / TIMES**0.5, (0, (TIMES - 1) * len(weight)))
-    taller, wider = next((times for ending, times in PADDED.items() if name.endswith(ending)), (0, 0))
-    if not taller:
-        raise CheckpointError(f"tensor {name} does not belong to a Llama: it cannot be widened")
+        scaled = (weight.float() + stored_from) / times**0.5 - stored_from
+        return F.pad(scaled.to(weight.dtype), (0, (times - 1) * len(weight)))
+    if part == "fc":  # of an embedding and a state
+        halves = F.pad(weight.unflatten(1, (2, -1)), (0, (times - 1) * weight.shape[1] // 2))
+        return F.pad(halves.flatten(1), (0, 0, 0, (times - 1) * len(weight)))
+    if part not in PADDED:
+        raise CheckpointError(f"tensor {name} does not belong to a Llama or a Qwen3.5: it cannot be widened")
+    taller, wider = PADDED[part]
     rows, columns = weight.shape
-    return F.pad(weight, (0, (wider - 1) * columns, 0, (taller - 1) * rows))
+    return F.pad(weight, (0, (times - 1) * columns * wider, 0, (times - 1) * rows * taller))
 
 
 def _is_copied(path: Path) -> bool:

@@ -161,8 +161,8 @@ class ShufflingClient(LocalDraftClient):
 def test_the_hybrid_follows_a_grammar_with_and_without_drafts(method: Any) -> None:
     """Guesses outside it are refused one by one, and what was accepted before them stays in the states."""
     pattern = r'\[("[a-z]{2,9}": [0-9]{1,3}, ){4}"end"\]'
-    speculation = {"method": method, "draft_placement": "target", "row_budget": False}
-    llm = LLM(family.HYBRID, speculation, {"slots": SLOTS})
+    always = {"num_speculative_tokens": 3, "draft_schedule": "lockstep", "row_budget": False}
+    llm = LLM(family.HYBRID, {"method": method, "draft_placement": "target", **always}, {"slots": SLOTS})
     for seed in range(3):
         sampling = SamplingParams(temperature=0.9, seed=seed, max_tokens=120, grammar=grammar_from_regex(pattern))
         guessed, plain = (llm.generate("sizes = ", sampling, speculative=way)[0] for way in (True, False))
