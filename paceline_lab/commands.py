@@ -98,11 +98,17 @@ def methods(
     only: Methods = None,
     device: Device = "cpu",
     model: Annotated[str, typer.Option(help="The target: pydoc, or pydoc-hybrid, with states.")] = NAMES[0],
+    times: Annotated[int, typer.Option(help="Of pydoc-hybrid's width, by zeros: 4 or 16.")] = 1,
 ) -> None:
     """Acceptance, by depth, and speed-up of every drafting method, on four workloads."""
     from paceline_lab.bench import method_comparison
+    from paceline_lab.training.family.widened_family import copy_of
 
-    _exit_if_equal(_measured(lambda console: method_comparison.run(console, only or (), device, target=model)))
+    def measure(console: Console) -> dict[str, Any]:
+        with copy_of(model, times) as target:
+            return method_comparison.run(console, only or (), device, target=target)
+
+    _exit_if_equal(_measured(measure))
 
 
 @bench.command()

@@ -8,17 +8,20 @@ knowledge: the copy is for benchmarks and the demo, which make it on the fly.
 Why nothing changes: every matrix gets zero rows and columns, so the part of a state that was added stays zero. RMSNorm
 divides by the root of the mean square over all dimensions plus epsilon. Over four times as many dimensions the mean
 square is a quarter, so epsilon is made a quarter too; the root is then half, so the norm's weight is halved. Both are
-exact in bfloat16. The number of heads and their size stay, and so do states. Only rounding differs, because sums over
-more terms have another order: equal to about 1e-5 in float32, while in bfloat16 some greedy choices flip. Qwen3.5's
-norms store the difference from 1, which is rounded there, and epsilon is also that of its heads' norms, whose mean
-squares are far larger.
+exact in bfloat16. The number of heads and their size stay. Only rounding differs, because sums over
+more terms have another order: equal to about 1e-5 in float32, while in bfloat16 some greedy choices flip.
+
+Qwen3.5's heads have norms with the same epsilon, which has to stay, and its norms store the difference from 1. There
+the state itself gets twice as large, and so its mean square is what it was: matrices that write to it are doubled,
+those that take it are halved. The output matrix becomes one of its own.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from paceline import family
 from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model_names import resolve_model
 
 TIMES = 4
 """The factor of the family's width. A norm's weight is divided by its root, a power of two: exact in bfloat16."""
@@ -51,6 +55,8 @@ PADDED: Mapping[str, tuple[bool, bool]] = {
 """By the last part of a matrix's name, whether it gets more rows and more columns."""
 OF_HEADS = ("q_norm.weight", "k_norm.weight", "linear_attn.norm.weight", "conv1d.weight", "A_log", "dt_bias")
 """Ends of names of tensors that stay."""
+WRITE = ("embed_tokens", "o_proj", "out_proj", "down_proj")
+"""Last parts of the names of matrices that write to the state."""
 KINDS = ("llama", "qwen3_5_text")
 EAGLE3 = "eagle3"
 TARGET_README = """\
@@ -82,10 +88,23 @@ def widened_family(folder: Path) -> tuple[Path, Path]:
     return target, head
 
 
+@contextmanager
+def copy_of(model: str, times: int) -> Iterator[str]:
+    """A shipped model, `times` as wide for as long as this is open; 1: the model itself. Raises `CheckpointError`."""
+    if times == 1:
+        yield model
+        return
+    with TemporaryDirectory() as folder:
+        write_target(Path(resolve_model(model)), target := Path(folder) / f"{Path(model).name}-wide", times)
+        yield str(target)
+
+
 def write_target(source: Path, folder: Path, times: int = TIMES) -> None:
     """The checkpoint of a Llama or a dense Qwen3.5, widened, with the tokenizer's files. `times`: a power of four.
 
-    Raises `CheckpointError` for other kinds."""
+    Raises `CheckpointError` for other kinds, and ValueError for another number."""
+    if times not in (4, 16, 64):
+        raise ValueError(f"times is {times}, and has to be a power of four: 4, 16 or 64")
     checkpoint = Checkpoint(source)
     source_config = checkpoint.config
     if (
@@ -94,16 +113,18 @@ def write_target(source: Path, folder: Path, times: int = TIMES) -> None:
         or source_config.get("mlp_bias")
     ):
         raise CheckpointError(f"{checkpoint} cannot be widened: only Llamas and dense Qwen3.5 without biases can")
-    stored_from = 1.0 if source_config["model_type"] == "qwen3_5_text" else 0.0
-    weights = {
-        name: _widened(name, checkpoint.tensor(name), times, stored_from=stored_from) for name in checkpoint.names
-    }
+    is_hybrid = source_config["model_type"] != "llama"
+    if is_hybrid:
+        weights = _widened_hybrid(checkpoint, times)
+    else:
+        weights = {name: _widened(name, checkpoint.tensor(name), times) for name in checkpoint.names}
     sizes = {
         "head_dim": source_config.get("head_dim")
         or source_config["hidden_size"] // source_config["num_attention_heads"]
     }
     sizes |= {key: source_config[key] * times for key in ("hidden_size", "intermediate_size")}
-    config = {**source_config, **sizes, "rms_norm_eps": source_config["rms_norm_eps"] / times}
+    own = {"tie_word_embeddings": False} if is_hybrid else {"rms_norm_eps": source_config["rms_norm_eps"] / times}
+    config = {**source_config, **sizes, **own}
     parameters = sum(each.numel() for each in weights.values())
     readme = TARGET_README.format(name=folder.name, source=source.name, times=times, parameters=parameters)
     _write(folder, weights, config, readme, [path for path in source.iterdir() if _is_copied(path)])
@@ -125,17 +146,32 @@ def write_head(source: Path, target: Path, folder: Path) -> None:
     _write(folder, weights, config, HEAD_README.format(name=folder.name, source=source.name))
 
 
-def _widened(name: str, weight: Tensor, times: int, *, stored_from: float = 0.0) -> Tensor:
-    """`stored_from`: what a norm's numbers are stored as the difference from."""
-    part = name.removesuffix(".weight").rpartition(".")[2]
-    if name.endswith(OF_HEADS):
-        return weight
+def _widened_hybrid(checkpoint: Checkpoint, times: int) -> dict[str, Tensor]:
+    larger = times**0.5
+    weights: dict[str, Tensor] = {}
+    for name in checkpoint.names:
+        weight, part = checkpoint.tensor(name), _part(name)
+        if name.endswith(OF_HEADS):
+            weights[name] = weight
+        elif weight.ndim == 1:  # a norm's
+            weights[name] = F.pad(weight, (0, (times - 1) * len(weight)))
+        elif part == "fc":  # takes an embedding and a state, and writes one
+            columns = F.pad(weight.unflatten(1, (2, -1)), (0, (times - 1) * len(weight))).flatten(1)
+            weights[name] = F.pad(columns, (0, 0, 0, (times - 1) * len(weight)))
+        else:
+            weights[name] = _widened(name, weight, times) * (larger if part in WRITE else 1 / larger)
+    embedding = checkpoint.find_required("embed_tokens.weight")
+    return {"lm_head.weight": weights[embedding] / times} | weights
+
+
+def _part(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _widened(name: str, weight: Tensor, times: int) -> Tensor:
+    part = _part(name)
     if weight.ndim == 1:  # a norm's
-        scaled = (weight.float() + stored_from) / times**0.5 - stored_from
-        return F.pad(scaled.to(weight.dtype), (0, (times - 1) * len(weight)))
-    if part == "fc":  # of an embedding and a state
-        halves = F.pad(weight.unflatten(1, (2, -1)), (0, (times - 1) * weight.shape[1] // 2))
-        return F.pad(halves.flatten(1), (0, 0, 0, (times - 1) * len(weight)))
+        return F.pad(weight / times**0.5, (0, (times - 1) * len(weight)))
     if part not in PADDED:
         raise CheckpointError(f"tensor {name} does not belong to a Llama or a Qwen3.5: it cannot be widened")
     taller, wider = PADDED[part]

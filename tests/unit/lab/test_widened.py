@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import family
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SamplingParams
 from paceline.drafting.methods.eagle3 import Eagle3Network
-from paceline.model import load
+from paceline.llm import LLM
+from paceline.model import SlotTable, load
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.text import Tokenizer
 from paceline_lab.training.family.widened_family import TIMES, widened_family, write_target
@@ -72,6 +73,26 @@ def test_the_shipped_model_has_the_same_choices_widened(pydoc_wide: tuple[Path, 
     assert torch.equal(original.argmax(-1), widened.argmax(-1))
 
 
+@pytest.mark.parametrize("times", [4, 16])
+def test_the_hybrid_has_the_same_logits_widened(times: int, tmp_path: Path) -> None:
+    """And guesses the same by its layer for multi-token prediction."""
+    source = family.path(family.HYBRID)
+    write_target(source, wide := tmp_path / "wide", times)
+    always = {"method": "mtp", "num_speculative_tokens": 3, "draft_schedule": "lockstep", "row_budget": False}
+    greedy = SamplingParams(temperature=0.0, max_tokens=60)
+    answers = []
+    for model in (source, wide):
+        llm = LLM(str(model), {**always, "draft_placement": "target"}, {"slots": 512, "dtype": "float32"})
+        answers += llm.generate(["def area("], greedy)
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].speculation.accepted_tokens == answers[1].speculation.accepted_tokens > 10
+    table, ids, config = SlotTable(range(1, 61)), answers[0].tokens, EngineConfig(slots=256, dtype="float32")
+    rows = [table.row(token, i) for i, token in enumerate(ids)]
+    narrow, wider = (load(str(each), config).run(rows, range(60)).logits for each in (source, wide))
+    assert narrow.std() > 1
+    assert (narrow - wider).abs().max() < CLOSE * times
+
+
 def test_its_head_has_the_same_logits(pydoc_wide: tuple[Path, Path]) -> None:
     """By the formula, after eight tokens, with zeros in the added part of the states."""
 
@@ -106,7 +127,7 @@ def test_an_existing_copy_is_kept(pydoc_wide: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tensor", "message"), [("gemma3", "", "only Llamas"), ("llama", "mystery", "mystery")]
+    ("kind", "tensor", "message"), [("gemma3", "", "only Llamas and dense"), ("llama", "mystery", "mystery")]
 )
 def test_a_refused_model_leaves_nothing_behind(kind: str, tensor: str, message: str, tmp_path: Path) -> None:
     other = source(tmp_path, model_type=kind)
