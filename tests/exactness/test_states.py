@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from paceline import family
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.policy.step_cost import RowCost
 from paceline.drafting import build_speculator
@@ -21,6 +22,7 @@ from paceline.drafting.speculator import DraftError
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, GenerationRequest
+from paceline.model import load
 from paceline.model.loading import build
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.row_probe import is_row_invariant
@@ -100,6 +102,12 @@ def test_native_code_computes_what_torch_does(name: str) -> None:
     others = name.removesuffix(BY_TRANSFORMERS) + BY_TORCH
     native, by_torch = (computed(model_of(each), text(61), [61]) for each in (name, others))
     torch.testing.assert_close(native, by_torch, atol=1e-4, rtol=1e-4)
+
+
+def test_the_shipped_hybrid_is_native_and_computes_what_transformers_does() -> None:
+    """Two of its layers attend. `verify` compares: what is wrong would be run by transformers' code."""
+    for dtype in ("float32", "bfloat16"):
+        assert load(family.HYBRID, EngineConfig(slots=256, dtype=dtype, verify=True)).native
 
 
 def test_a_dense_network_of_qwen3_5_is_native_as_a_whole() -> None:

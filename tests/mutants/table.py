@@ -50,6 +50,7 @@ RANKS = ("unit/model/test_tensor_parallel_group.py",)
 PACKED_PRODUCTS = ("unit/model/test_packed_products.py",)
 NATIVE = ("exactness/test_native.py",)
 QUANTISED = ("exactness/test_quantized_weights.py", "exactness/test_gguf_model.py")
+GGUF_MODEL = ("exactness/test_gguf_model.py",)
 PACKED_FOLDERS = ("exactness/test_packed_checkpoint.py",)
 MIXED_BITS = ("field/test_mixed_bits.py",)
 PACKED_HEADS = ("exactness/test_packed_heads.py",)
@@ -1031,7 +1032,7 @@ MUTANTS = (
     Mutant(
         "packed rows of q and k stay in the file's order",
         "paceline/model/gguf_weights.py",
-        "tensor.data if source.change is Change.NONE else tensor.data[self._row_order(source.change)]",
+        "tensor.data if in_order else tensor.data[self._row_order(source.change)]",
         "tensor.data",
         QUANTISED,
     ),
@@ -2019,8 +2020,8 @@ MUTANTS = (
     Mutant(
         "native: a branch changes the state that its siblings begin with",
         "paceline/model/native/states.hpp",
-        "last_child[parent] == t ? buffers_[parent] : take()",
-        "buffers_[parent]",
+        "last_child[parent] == t ? of_token[parent] : take()",
+        "of_token[parent]",
         NATIVE_STATES,
     ),
     Mutant(
@@ -2040,15 +2041,99 @@ MUTANTS = (
     Mutant(
         "native: heads of one group read the keys of all",
         "paceline/model/native/states.hpp",
-        "group = head / (spec_.heads / spec_.groups)",
-        "group = head % spec_.groups",
+        "spec_.is_tiled ? head % spec_.groups : head / (spec_.heads / spec_.groups)",
+        "head % spec_.groups",
         NATIVE_STATES,
+    ),
+    Mutant(
+        "native: heads of a file's states read the keys of their neighbour's group",
+        "paceline/model/native/states.hpp",
+        "spec_.is_tiled ? head % spec_.groups : head / (spec_.heads / spec_.groups)",
+        "head / (spec_.heads / spec_.groups)",
+        GGUF_MODEL,
+    ),
+    Mutant(
+        "native: a new request begins with the state of the one before",
+        "paceline/model/native/states.hpp",
+        "if (pass_.is_fresh(~order.parents[t])) std::fill_n",
+        "if (false) std::fill_n",
+        NATIVE_STATES,
+    ),
+    Mutant(
+        "native: what changed the states of guesses is not kept",
+        "paceline/model/native/states.hpp",
+        "for (int64_t i = part; i < pass_.guess_count; i += parts)",
+        "for (int64_t i = part; i < 0; i += parts)",
+        NATIVE_STATES,
+    ),
+    Mutant(
+        "native: all heads forget as fast as the first",
+        "paceline/model/native/delta_layer.hpp",
+        "std::exp(rates_[h] * (a > 20",
+        "std::exp(rates_[0] * (a > 20",
+        STATES,
+    ),
+    Mutant(
+        "native: what states gave is gated by the head before",
+        "paceline/model/native/delta_layer.hpp",
+        "read += shape_.channels, gate += shape_.channels, out",
+        "read += shape_.channels, gate += h ? shape_.channels : 0, out",
+        STATES,
+    ),
+    Mutant(
+        "native: a layer with keys has those of the layer before it that keeps a state",
+        "paceline/model/native/native_network.py",
+        "cache_index = self._done - len(self.memories)",
+        "cache_index = 0",
+        STATES,
+    ),
+    Mutant(
+        "native: a gate leaves attention as it is",
+        "paceline/model/native/network.hpp",
+        "load<Floats>(attended + i) * sigmoid(load<Floats>(gate + i))",
+        "load<Floats>(attended + i)",
+        NATIVE,
+    ),
+    Mutant(
+        "native: the gates of attention are values",
+        "paceline/model/native/network.hpp",
+        "+ attended_ + 2 * spec_.key_value_heads * spec_.head_width;",
+        "+ attended_ + spec_.key_value_heads * spec_.head_width;",
+        NATIVE,
+    ),
+    Mutant(
+        "native: every tile multiplies the first one's rows",
+        "paceline/model/native/matrix.hpp",
+        "count, &numbers[row * width], y",
+        "count, numbers.data(), y",
+        NATIVE,
+    ),
+    Mutant(
+        "torch computes layers whose gate it does not know",
+        "paceline/model/network_factory.py",
+        " or any(layer.output_gate is not None for layer in attending)",
+        "",
+        NATIVE,
+    ),
+    Mutant(
+        "gates and queries of Qwen3.5 change places",
+        "paceline/model/qwen35.py",
+        "for n in range(2))",
+        "for n in (1, 0))",
+        STATES,
+    ),
+    Mutant(
+        "the plan of a file counts keys of layers that keep states",
+        "paceline/memory_plan.py",
+        "int(config.num_hidden_layers) if attending is None else attending",
+        "int(config.num_hidden_layers)",
+        MEMORY_PLAN,
     ),
     Mutant(
         "native: accepted tokens are left out of a convolution",
         "paceline/model/native/states.hpp",
-        "std::copy_n(input(spec_.tails[i]) + begin",
-        "std::copy_n(input(spec_.windows[i]) + begin",
+        "std::copy_n(input(pass_.tails[i]) + begin",
+        "std::copy_n(input(pass_.windows[i]) + begin",
         NATIVE_STATES,
     ),
     Mutant(
