@@ -41,9 +41,9 @@ class Keys:
         return values
 
     def count_of_layers(self, key: str, *, zeros: bool) -> int | None:
-        """The count that all layers have, or with `zeros` all but those that have 0. None if there is none.
+        """The count that layers have in common. `zeros`: a layer may also have 0. None: no layer has any.
 
-        Raises `GgufError` if layers differ.
+        Raises `GgufError` if layers differ otherwise.
         """
         values = self.by_layer(key, self.count("block_count"))
         counts = {self._positive(key, value) for value in values if value or not (zeros and value == 0)}

@@ -14,12 +14,12 @@ from paceline.gguf.gguf_rope import DEFAULT_BASE, rope, scaling
 ARCHITECTURES = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe", "nemotron_h"})
 """llama.cpp's names of these kinds."""
 BY_KV_HEADS = frozenset({"lfm2", "lfm2moe", "nemotron_h"})
-"""Of these a layer does not attend that has 0 heads of keys."""
+"""In these, a layer with 0 heads of keys does not attend."""
 HARMLESS: Mapping[str, Any] = {
     **{"vocab_size": None, "rope.scaling.finetuned": None, "rope.scaling.original_context_length": None},
     **{"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "nextn_predict_layers": 0},
 }
-"""Keys that change nothing with this value; None: with any."""
+"""Keys that change nothing if they have this value. None: whatever they have."""
 SIGMOID = 2
 """llama.cpp's number of a router whose scores are sigmoids."""
 FULL_ATTENTION_INTERVAL = 4

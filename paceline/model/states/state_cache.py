@@ -64,10 +64,10 @@ class TokenOrder(NamedTuple):
 class StatePass:
     """One pass through the states. All tensors are int64 on the device.
 
-    levels, order: the tokens, for torch or for native code; the other one is empty or None. roots [T]: the states from
-    which paths begin. fresh: those that are zero. windows [R, M]: of each row, the inputs of the M tokens before it, in
-    a convolution's memory; tails [T', M] the same of what comes after `tail_states`. guesses, entries [G]: rows whose
-    inputs are kept, and where.
+    levels: the tokens for torch's operators; empty for native code. order: the tokens for native code, else None. roots
+    [T]: the states with which paths begin. fresh: those of them that are zero. windows [R, M]: for each row, where a
+    convolution's memory has the inputs of the M tokens before it. tails [T', M]: the same for the token that follows
+    each of `tail_states` [T']. guesses, entries [G]: rows whose inputs are kept, and where.
     """
 
     roots: Tensor

@@ -17,6 +17,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from paceline.drafting.methods.mtp import mtp_layer_config
 from paceline_lab.training.heads.chain_attention import Past, attend
+from paceline_lab.training.heads.mtp_module import mtp_logits
 from paceline_lab.training.heads.target_reader import TargetOutputs
 
 
@@ -49,21 +50,14 @@ class HybridMtpModule(nn.Module):
 
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
         """See `Eagle3Module.forward`."""
-        y = reading.states_BLSH[:, :-1, 0]
-        past: Past = []
-        logits = []
-        for step in range(steps):
-            tokens = reading.embedded_BLH[:, 1 + step :]
-            both = self.pre_fc_norm_embedding(tokens), self.pre_fc_norm_hidden(y[:, : tokens.shape[1]])
-            y = self.norm(self._block(self.fc(torch.cat(both, -1)), past))
-            logits.append(reading.projected(y))
-        return logits
+        return mtp_logits(reading, steps, self._next)
 
-    def _block(self, x: Tensor, past: Past) -> Tensor:
+    def _next(self, tokens: Tensor, states: Tensor, past: Past) -> Tensor:
         layer: Any = self.layers[0]
+        x = self.fc(torch.cat((self.pre_fc_norm_embedding(tokens), self.pre_fc_norm_hidden(states)), -1))
         x = x + self._attended(layer.self_attn, layer.input_layernorm(x), past)
-        out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
-        return out
+        final: Tensor = self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))
+        return final
 
     def _attended(self, attention: Any, x: Tensor, past: Past) -> Tensor:
         """The next step of the rows: `attended`, with a gate, and norms of queries and keys."""

@@ -6,6 +6,8 @@ One module for every depth, which reads its own output of the previous token. Se
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -32,14 +34,22 @@ class MtpModule(nn.Module):
 
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
         """See `Eagle3Module.forward`."""
-        y = reading.states_BLSH[:, :-1, 0]
-        past: Past = []
-        logits = []
-        for step in range(steps):
-            tokens = reading.embedded_BLH[:, 1 + step :]
-            both = self.token_layernorm(tokens), self.hidden_layernorm(y[:, : tokens.shape[1]])
-            x = self.input_proj(torch.cat(both, -1))
-            x = x + self.self_attn(self.input_layernorm(x), past)
-            y = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
-            logits.append(reading.projected(y))
-        return logits
+        return mtp_logits(reading, steps, self._next)
+
+    def _next(self, tokens: Tensor, states: Tensor, past: Past) -> Tensor:
+        x = self.input_proj(torch.cat((self.token_layernorm(tokens), self.hidden_layernorm(states)), -1))
+        x = x + self.self_attn(self.input_layernorm(x), past)
+        final: Tensor = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
+        return final
+
+
+def mtp_logits(reading: TargetOutputs, steps: int, layer: Callable[[Tensor, Tensor, Past], Tensor]) -> list[Tensor]:
+    """Of each step, as `Eagle3Module.forward`. `layer`: of embedded tokens and of states, [B, L, H], the output."""
+    y = reading.states_BLSH[:, :-1, 0]
+    past: Past = []
+    logits = []
+    for step in range(steps):
+        tokens = reading.embedded_BLH[:, 1 + step :]
+        y = layer(tokens, y[:, : tokens.shape[1]], past)
+        logits.append(reading.projected(y))
+    return logits
