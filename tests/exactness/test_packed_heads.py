@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline import family
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.engine_config import Quantization
 from paceline.drafting import build_speculator
@@ -68,11 +69,11 @@ def rounded(name: str, tensors: dict[str, Tensor], quantization: str) -> dict[st
 
 
 @torch.inference_mode()
-def logits(network: HeadNetwork, at_once: int) -> Tensor:
-    """Of COUNT rows."""
+def logits(network: HeadNetwork, at_once: int, hidden: int = HIDDEN) -> Tensor:
+    """Of COUNT rows. `hidden`: size of a state."""
     random = torch.Generator().manual_seed(9)
     tokens = torch.randint(VOCABULARY, (COUNT,), generator=random).tolist()
-    states = torch.randn(COUNT, len(network.description.hidden_state_layers), HIDDEN, generator=random)
+    states = torch.randn(COUNT, len(network.description.hidden_state_layers), hidden, generator=random)
     features, table = network.encode(states), SlotTable(range(1, COUNT + 1))
     parts = []
     for start in range(0, COUNT, at_once):
@@ -110,6 +111,20 @@ def test_a_packed_head_computes_what_the_plain_one_computes_with_its_numbers(
     assert (got - expected).norm() < INT8_ROWS * expected.norm()
     assert torch.equal(logits(packed, 1), got)
     assert torch.equal(logits(packed, 17), got)
+
+
+def test_the_layer_of_a_hybrid_is_packed_with_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, gates = Checkpoint(family.path(family.HYBRID)), []
+    give = native_network._LayerFeed._give
+    monkeypatch.setattr(
+        native_network._LayerFeed, "_give", lambda *given: (gates.append(type(given[1].output_gate)), give(*given))
+    )
+    target = load_target_weights(family.HYBRID, torch.float32, "cpu")
+    plain, packed = (load_mtp(checkpoint, target, 256, each) for each in (None, "q8_0"))
+    assert gates == [Tensor, QuantizedWeight]
+    expected, got = (logits(network, COUNT, target.hidden_size) for network in (plain, packed))
+    assert 0 < (got - expected).norm() < INT8_ROWS * expected.norm()
+    assert torch.equal(logits(packed, 1, target.hidden_size), got)
 
 
 def test_the_plan_counts_a_packed_head_s_bytes(tmp_path: Path) -> None:
