@@ -159,7 +159,7 @@ class NativeNetwork:
         feed = _LayerFeed(layers, rotary, layer_packed, states)
         packed = _LAYER_PACKED(feed.packed)
         # The network reads them in place.
-        self._kept_alive = (feed.tables, feed.memories, embedding, cache, callback)
+        self._kept_alive = (feed.tables, embedding, cache, callback, feed.memories)
         spec = _NetworkSpec(
             is_bf16=cache.dtype == torch.bfloat16,
             layers=len(layers),

@@ -118,7 +118,10 @@ def test_an_output_matrix_of_its_own_is_not_tied(tmp_path: Path) -> None:
 
 def test_kinds_that_stay_packed(tmp_path: Path) -> None:
     packed = {kind for kind in KINDS if is_packed_kind(read(tmp_path, tiny_config(kind)))}
-    assert packed == {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite"}
+    attending = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite"}
+    assert packed == {*attending, "qwen3_5_text"}
+    odd = {"linear_key_head_dim": 24, "linear_value_head_dim": 24}
+    assert not is_packed_kind(read(tmp_path, tiny_config("qwen3_5_text", **odd))), "states of such heads are torch's"
     assert is_packed_kind(read(tmp_path, tiny_config("qwen2", rope_parameters=YARN)))
 
 
