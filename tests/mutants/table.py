@@ -2077,7 +2077,7 @@ MUTANTS = (
         "native: what states gave is gated by the head before",
         "paceline/model/native/delta_layer.hpp",
         "read += shape_.channels, gate += shape_.channels, out",
-        "read += shape_.channels, gate += h ? shape_.channels : 0, out",
+        "read += shape_.channels, gate += h > 1 ? shape_.channels : 0, out",
         STATES,
     ),
     Mutant(
