@@ -65,6 +65,31 @@ constexpr int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
 #define PART_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, PartInts{__VA_ARGS__})
 #endif
 
+// a * b + c, rounded once on every instruction set. `a * b + c` is rounded once only where the compiler chooses so.
+template <class V>
+inline V fused(V a, V b, V c) {
+#if defined(__AVX512F__)
+    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+#if defined(__AVX2__)
+    typedef __m256 Register;
+    auto one = [](Register x, Register y, Register z) { return _mm256_fmadd_ps(x, y, z); };
+#elif defined(__ARM_NEON)
+    typedef float32x4_t Register;
+    auto one = [](Register x, Register y, Register z) { return vfmaq_f32(z, x, y); };
+#else
+    typedef float Register;
+    auto one = [](Register x, Register y, Register z) { return __builtin_fmaf(x, y, z); };
+#endif
+    constexpr int COUNT = sizeof(V) / sizeof(Register);
+    Register x[COUNT], y[COUNT], z[COUNT];
+    memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
+    for (int i = 0; i < COUNT; i++) z[i] = one(x[i], y[i], z[i]);
+    memcpy(&c, z, sizeof c);
+    return c;
+#endif
+}
+
 // Operations on the type of weights, activations, keys and values; everything else is float.
 template <class T>
 struct Element;
@@ -86,7 +111,7 @@ struct Element<float> {
     static constexpr int PER_WORD = 1;
     template <class V, class W>
     static V multiply_add(V sum, W a, W b) {
-        return sum + (V)a * (V)b;
+        return fused((V)a, (V)b, sum);
     }
     static Floats widen(const float* from) { return load<Floats>(from); }
     static void narrow(float* to, Floats x) { store(to, x); }
@@ -157,30 +182,6 @@ struct Element<int8_t> {
     };
 };
 
-// a * b + c, rounded once on every instruction set. `a * b + c` is rounded once only where the compiler chooses so.
-template <class V>
-inline V fused(V a, V b, V c) {
-#if defined(__AVX512F__)
-    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-#if defined(__AVX2__)
-    typedef __m256 Register;
-    auto one = [](Register x, Register y, Register z) { return _mm256_fmadd_ps(x, y, z); };
-#elif defined(__ARM_NEON)
-    typedef float32x4_t Register;
-    auto one = [](Register x, Register y, Register z) { return vfmaq_f32(z, x, y); };
-#else
-    typedef float Register;
-    auto one = [](Register x, Register y, Register z) { return __builtin_fmaf(x, y, z); };
-#endif
-    constexpr int COUNT = sizeof(V) / sizeof(Register);
-    Register x[COUNT], y[COUNT], z[COUNT];
-    memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
-    for (int i = 0; i < COUNT; i++) z[i] = one(x[i], y[i], z[i]);
-    memcpy(&c, z, sizeof c);
-    return c;
-#endif
-}
 // `fused` in the register of the sum. Where sums take most registers, GCC would put it into a's or b's, and spill.
 inline PartFloats added_product(PartFloats a, PartFloats b, PartFloats sum) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
