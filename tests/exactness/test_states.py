@@ -3,6 +3,7 @@ tokens however they are served. `make models` compares them with transformers.""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -47,7 +48,11 @@ MADE = [*KINDS, "qwen3_5_text" + BY_TRANSFORMERS, *(kind + BY_TORCH for kind in 
 
 
 def model_of(name: str, slots: int = 1024) -> Any:
-    """Of an architecture, by all native code that there is, or as the end of `name` says. Kept: no test changes it."""
+    """Of an architecture, by all native code that there is, or as the end of `name` says. Kept: no test changes it.
+
+    An engine that was left before its requests ended is part of a cycle, and keeps their states until it is collected.
+    """
+    gc.collect()
     if (name, slots) not in MODELS:
         config = EngineConfig(slots=slots, max_model_len=256, max_num_seqs=REQUESTS, max_num_batched_rows=64)
         MODELS[name, slots] = built(name, config)
@@ -237,6 +242,7 @@ def served(
 ) -> dict[str, Delta]:
     config = EngineConfig(**{"slots": model.slots, "max_num_batched_rows": 48, "max_num_seqs": REQUESTS} | settings)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    gc.collect()  # see `model_of`
     engine = Engine(model, config, speculation, drafting, RowCost([8, 256], [1.0, 1.001]))
     return run(engine, given, together, steps)
 
